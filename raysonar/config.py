@@ -1,0 +1,99 @@
+"""The typed, validated configuration: one small frozen model per room; unknown fields are errors."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from raysonar.errors import ConfigurationError
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+MtpHidden = Literal["auto", "pre_norm", "post_norm"]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class CacheConfig(_Frozen):
+    """The paged KV cache."""
+
+    page_size: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Tokens a page."""
+    pages: Annotated[int, Field(ge=2)] | None = None
+    """Pages in all; None takes what `memory_bytes` holds."""
+    memory_bytes: Annotated[int, Field(ge=1)] = 1 << 30
+    """Bytes for the KV cache when `pages` is not given (never more than every slot at full length needs)."""
+    prefix_caching: bool = True
+
+
+class SpeculationConfig(_Frozen):
+    """Multi-token-prediction speculation."""
+
+    tokens: Annotated[int, Field(ge=0, le=4)] = 1
+    """Draft tokens a step, k; 0 switches speculation off."""
+    hidden: MtpHidden = "auto"
+    """Which of the target's hidden states feeds the MTP module, before or after the final norm; "auto" takes what the
+    model's folder says (`mtp_hidden` in config.json), else before the norm."""
+    recycled: MtpHidden = "auto"
+    """Which of the MTP module's own hidden states feeds its next draft token, before or after `shared_head.norm`;
+    "auto" takes the same as `hidden`."""
+
+
+class SchedulingConfig(_Frozen):
+    """Continuous batching."""
+
+    max_running: Annotated[int, Field(ge=1, le=4096)] = 64
+    """Slots: requests that run at once."""
+    token_budget: Annotated[int, Field(ge=1)] = 1024
+    """Tokens a step computes at the most; longer prompts are prefilled in chunks."""
+    max_waiting: Annotated[int, Field(ge=1)] = 65536
+    """Requests that may wait for a slot; one more is refused."""
+    plans_in_flight: Annotated[int, Field(ge=1, le=4)] = 1
+    """Plans handed to the rank before the first one's result is in. 1 suits a rank in this process; from 2 on, a step
+    is planned on upper bounds while the one before it runs."""
+
+
+class EngineConfig(_Frozen):
+    """All that one engine needs."""
+
+    model: Path
+    """A Hugging Face folder: config.json, safetensors, tokenizer."""
+    dtype: DType = "auto"
+    """"auto" is the checkpoint's own (bfloat16 for fp8 checkpoints)."""
+    device: str = "auto"
+    """"auto" is "cuda" where there is one, else "cpu"."""
+    threads: Annotated[int, Field(ge=1)] | None = None
+    """CPU threads of the rank; None leaves torch's default."""
+    max_model_len: Annotated[int, Field(ge=2)] | None = None
+    """Tokens of prompt and answer together; None takes the model's positions."""
+    cache: CacheConfig = CacheConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
+    scheduling: SchedulingConfig = SchedulingConfig()
+
+
+class ServiceConfig(_Frozen):
+    """The HTTP service around an engine."""
+
+    engine: EngineConfig
+    model_name: str | None = None
+    """The name clients ask for; None takes the folder's name."""
+    max_ongoing_requests: Annotated[int, Field(ge=1)] = 1024
+    start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """How long loading may take."""
+
+
+def describe(error: ValidationError) -> str:
+    """One line a fault: `field.path: what was wrong (got value)`."""
+    return "; ".join(
+        f"{'.'.join(str(part) for part in fault['loc']) or 'configuration'}: {fault['msg']} (got {fault['input']!r})"
+        for fault in error.errors()
+    )
+
+
+def parse_service_config(values: dict[str, object]) -> ServiceConfig:
+    """Validate plain values (from YAML). Raises ConfigurationError that names each field at fault."""
+    try:
+        return ServiceConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigurationError(describe(error)) from error

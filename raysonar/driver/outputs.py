@@ -1,0 +1,107 @@
+"""What a request gives back."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """The natural log-probability of a token under the model's raw logits, and the likeliest tokens there."""
+
+    token_id: int
+    logprob: float
+    top: dict[int, float] = field(default_factory=dict)
+    """Likeliest first."""
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Draft tokens verified and accepted, by position in the draft (the first is position 0)."""
+
+    drafted: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Of the drafts at each position, the share that was accepted (with all before it)."""
+        return tuple(a / d if d else 0.0 for a, d in zip(self.accepted, self.drafted, strict=True))
+
+    def __add__(self, other: "Acceptance") -> "Acceptance":
+        def add(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+            size = max(len(a), len(b))
+            return tuple(x + y for x, y in zip(a + (0,) * (size - len(a)), b + (0,) * (size - len(b)), strict=True))
+
+        return Acceptance(add(self.drafted, other.drafted), add(self.accepted, other.accepted))
+
+
+@dataclass
+class Completion:
+    """One of a request's n answers."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    """The stop string or stop token id that ended it, if one did (None for end of sequence)."""
+
+
+@dataclass
+class GenerationResult:
+    """All of a request's answers."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    completions: list[Completion]
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    """One a prompt token; None for the first, which nothing predicts."""
+    acceptance: Acceptance = Acceptance()
+    cached_tokens: int = 0
+    """Prompt tokens that the prefix cache held."""
+    first_token_seconds: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """The first completion's."""
+        return self.completions[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The first completion's."""
+        return self.completions[0].token_ids
+
+    @property
+    def logprobs(self) -> list[TokenLogprob] | None:
+        """The first completion's."""
+        return self.completions[0].logprobs
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """The first completion's."""
+        return self.completions[0].finish_reason
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What a stream yields: the news of one completion.
+
+    Text never ends inside a UTF-8 character or inside what may yet become a stop string.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    prompt_token_ids: list[int] | None = None
+    """On the request's first delta only, as are the next two."""
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    cached_tokens: int = 0
+    acceptance: Acceptance | None = None
+    """On a completion's last delta."""

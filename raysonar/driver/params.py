@@ -1,0 +1,99 @@
+"""SamplingParams: what a request asks of sampling, validated when made."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from raysonar.errors import InvalidRequestError
+
+MAX_LOGPROBS = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Every parameter holds at every verified position of a speculative step. Names are vLLM's and OpenAI's.
+
+    Raises InvalidRequestError, naming the field, for values out of range.
+    """
+
+    n: int = 1
+    """Completions of each prompt."""
+    temperature: float = 1.0
+    """0 is greedy decoding."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 (or -1) keeps every token."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    """Over prompt and answer; the other two penalties count the answer only."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    """The same seed gives the same text, with and without speculation."""
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    """Before this many tokens, end-of-sequence and stop tokens cannot be chosen, nor stop strings end the text."""
+    max_tokens: int | None = None
+    """None: until the model's length."""
+    logprobs: int | None = None
+    """0: of the chosen tokens; n: and of the n likeliest."""
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        object.__setattr__(self, "top_k", max(self.top_k, 0) if self.top_k == -1 else self.top_k)
+        self._check_range("n", 1, 128)
+        self._check_range("temperature", 0.0, 100.0)
+        self._check_range("top_p", 0.0, 1.0, above=True)
+        self._check_range("top_k", 0, 2**31 - 1)
+        self._check_range("min_p", 0.0, 1.0)
+        self._check_range("presence_penalty", -2.0, 2.0)
+        self._check_range("frequency_penalty", -2.0, 2.0)
+        self._check_range("repetition_penalty", 0.0, 100.0, above=True)
+        self._check_range("min_tokens", 0, 2**31 - 1)
+        for name, low, high in (
+            ("seed", -(2**63), 2**63 - 1),
+            ("max_tokens", 1, 2**31 - 1),
+            ("logprobs", 0, MAX_LOGPROBS),
+            ("prompt_logprobs", 0, MAX_LOGPROBS),
+        ):
+            if getattr(self, name) is not None:
+                self._check_range(name, low, high)
+        self._check_contents()
+
+    def _check_range(self, name: str, low: float, high: float, *, above: bool = False) -> None:
+        value = getattr(self, name)
+        whole = isinstance(low, int)
+        kind = int if whole else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value):
+            raise InvalidRequestError(f"{name} must be {'a whole' if whole else 'a'} number, got {value!r}", name)
+        if not low <= value <= high or (above and value == low):
+            words = f"above {low} and at most {high}" if above else f"from {low} to {high}"
+            raise InvalidRequestError(f"{name} must be {words}, got {value!r}", name)
+
+    def _check_contents(self) -> None:
+        if any(not isinstance(text, str) or not text for text in self.stop):
+            raise InvalidRequestError(f"stop must be non-empty strings, got {self.stop!r}", "stop")
+        if any(not isinstance(t, int) or t < 0 for t in self.stop_token_ids):
+            message = f"stop_token_ids must be token ids, got {self.stop_token_ids!r}"
+            raise InvalidRequestError(message, "stop_token_ids")
+        for token, bias in self.logit_bias.items():
+            if not isinstance(token, int) or not -100 <= bias <= 100:
+                raise InvalidRequestError(
+                    f"logit_bias must map token ids to numbers from -100 to 100, got {token!r}: {bias!r}", "logit_bias"
+                )
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens ({self.min_tokens}) must not be more than max_tokens ({self.max_tokens})", "min_tokens"
+            )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always chosen."""
+        return self.temperature == 0

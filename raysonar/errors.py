@@ -1,0 +1,29 @@
+"""The errors raysonar raises on purpose: each says what was wrong and what would be right."""
+
+
+class RaysonarError(Exception):
+    """The root of every error raised on purpose."""
+
+
+class ConfigurationError(RaysonarError, ValueError):
+    """A configuration, or a combination of options, that cannot work; raised at start-up."""
+
+
+class ModelFolderError(RaysonarError, ValueError):
+    """A folder that does not hold the model it should; names the file, the tensor, expected and found."""
+
+
+class InvalidRequestError(RaysonarError, ValueError):
+    """A request that cannot be honoured.
+
+    Attributes:
+        field: the parameter at fault (None when it is none in particular), as the API spells it.
+    """
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class EngineFailedError(RaysonarError, RuntimeError):
+    """The engine has stopped working; its `__cause__` is the root cause."""

@@ -1,0 +1,1 @@
+"""Training of the small models that raysonar ships, so that a demo needs no download."""
