@@ -1,0 +1,73 @@
+"""The Serve application: `serve run`, `serve deploy` and `raysonar serve` all build it here."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve import Application
+from ray.serve.schema import LoggingConfig
+
+from raysonar import demo
+from raysonar.config import EngineConfig, ServiceConfig, parse_service_config
+from raysonar.serving.driver import STUCK_AFTER_S, Driver
+from raysonar.serving.ingress import Ingress
+
+DEMO_NAME = "raysonar-demo"
+
+_SPARE = 64
+"""Requests that Serve lets through beyond `max_ongoing_requests`: probes, and refusals of what is too much."""
+_STREAMS_MAY_LAST_S = 3600.0
+"""When a replica is replaced, the streams it serves may take so long to end."""
+_START_ATTEMPTS = 2
+
+
+def build_app(args: Mapping[str, object]) -> Application:
+    """The application for `args`, the fields of ServiceConfig; without `engine.model` it serves the bundled demo model.
+
+    Raises ConfigurationError that names each field at fault.
+    """
+    return application(parse_service_config(with_demo_model(args)))
+
+
+def with_demo_model(args: Mapping[str, object]) -> dict[str, object]:
+    """`args` with the bundled model's folder and name where they give no model."""
+    engine = args.get("engine", {})
+    if not isinstance(engine, Mapping) or "model" in engine:
+        return dict(args)
+    return {"model_name": DEMO_NAME, **args, "engine": {**engine, "model": demo.TARGET}}
+
+
+def model_name(config: ServiceConfig) -> str:
+    """What clients ask for."""
+    return config.model_name or config.engine.model.resolve().name
+
+
+def application(config: ServiceConfig) -> Application:
+    """One driver and one ingress."""
+    engine = _on_device(config.engine)
+    common: dict[str, Any] = {
+        "max_ongoing_requests": config.max_ongoing_requests + _SPARE,
+        "graceful_shutdown_timeout_s": _STREAMS_MAY_LAST_S,
+        "max_constructor_retry_count": _START_ATTEMPTS,
+        "logging_config": LoggingConfig(enable_access_log=False),
+    }
+    driver = serve.deployment(
+        ray_actor_options={"num_cpus": engine.threads, "num_gpus": int(engine.device.startswith("cuda"))},
+        health_check_timeout_s=4 * STUCK_AFTER_S,
+        **common,
+    )(Driver)
+    ingress = serve.deployment(ray_actor_options={"num_cpus": 0}, **common)(Ingress)
+    return ingress.bind(
+        driver.bind(engine, config.start_timeout_s),
+        model_name(config),
+        config.max_ongoing_requests,
+        config.start_timeout_s,
+    )
+
+
+def _on_device(config: EngineConfig) -> EngineConfig:
+    """`config` with what Ray has to reserve spelt out: the device, and the CPU threads (one, unless told otherwise)."""
+    has_gpu = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) >= 1  # type: ignore[no-untyped-call]
+    device = ("cuda" if has_gpu else "cpu") if config.device == "auto" else config.device
+    return config.model_copy(update={"device": device, "threads": config.threads or 1})

@@ -1,0 +1,118 @@
+"""The driver deployment: one replica hosts the engine and hands its deltas to the ingress."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+from raysonar.config import EngineConfig
+from raysonar.driver.outputs import Delta
+from raysonar.driver.params import SamplingParams
+from raysonar.serving.generation import Batch, Chat, Generation, Prompt, Vocabulary
+from raysonar.serving.problems import Problem, problem_of
+
+if TYPE_CHECKING:
+    from raysonar.driver.engine import Engine
+
+STUCK_AFTER_S = 10.0
+"""An engine with work whose loop makes no progress for this long counts as stuck."""
+
+_WARM_UP = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+
+logger = logging.getLogger("ray.serve")
+
+
+class Driver:
+    """Hosts one engine. A replica that is up has generated tokens through it."""
+
+    def __init__(self, config: EngineConfig, start_timeout_s: float) -> None:
+        """Raises what the engine raises for a model it cannot load, and TimeoutError when that takes too long."""
+        starter = ThreadPoolExecutor(1, "engine-start")
+        try:
+            self._engine = starter.submit(_started_engine, config).result(start_timeout_s)
+        finally:
+            starter.shutdown(wait=False)
+
+    async def stream(self, generation: Generation) -> AsyncGenerator[Batch]:
+        """The deltas of all the request's prompts, after an empty batch that says that the request has arrived.
+
+        Closing it aborts the prompts and frees their slots and pages.
+        """
+        yield []
+        news: asyncio.Queue[tuple[int, Delta] | Problem | None] = asyncio.Queue()
+        pumps = [
+            asyncio.create_task(self._pump(news, generation, place, prompt))
+            for place, prompt in enumerate(generation.prompts)
+        ]
+        try:
+            running = len(pumps)
+            while running:
+                ready = [await news.get()]
+                while not news.empty():
+                    ready.append(news.get_nowait())
+                if deltas := [item for item in ready if isinstance(item, tuple)]:
+                    yield deltas
+                for item in ready:
+                    if isinstance(item, Problem):
+                        yield item
+                        return
+                running -= ready.count(None)
+        finally:
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+
+    async def _pump(
+        self,
+        news: "asyncio.Queue[tuple[int, Delta] | Problem | None]",
+        generation: Generation,
+        place: int,
+        prompt: Prompt,
+    ) -> None:
+        """Put one prompt's deltas into `news`, then None; or what went wrong."""
+        try:
+            request_id = f"{generation.request_id}-{place}"
+            stream = self._engine.stream(self._plain(prompt), generation.params, request_id=request_id)
+            async with aclosing(stream) as deltas:
+                async for delta in deltas:
+                    news.put_nowait((place, delta))
+            news.put_nowait(None)
+        except Exception as error:
+            problem = problem_of(error)
+            if problem.status >= 500:
+                logger.exception("Request %s failed", generation.request_id)
+            news.put_nowait(problem)
+
+    def _plain(self, prompt: Prompt) -> str | list[int]:
+        """Text or token ids."""
+        return self._engine.tokenizer.render_chat(list(prompt.messages)) if isinstance(prompt, Chat) else prompt
+
+    def vocabulary(self) -> Vocabulary:
+        """Constant as long as the model is."""
+        tokenizer = self._engine.tokenizer
+        return Vocabulary([tokenizer.token_bytes(token) for token in range(self._engine.info.vocab)])
+
+    def stats(self) -> dict[str, object]:
+        """The engine's counters."""
+        return self._engine.stats()
+
+    async def check_health(self) -> None:
+        """Raises EngineFailedError when the engine's loop has died or is stuck. Serve then replaces the replica."""
+        await asyncio.to_thread(self._engine.check_health, STUCK_AFTER_S)
+
+    def __del__(self) -> None:
+        """Serve calls it when the replica stops."""
+        if hasattr(self, "_engine"):
+            self._engine.close()
+
+
+def _started_engine(config: EngineConfig) -> "Engine":
+    """An engine that has generated tokens."""
+    # Imported here, where the engine runs: the process that builds the application needs no torch.
+    from raysonar.driver.engine import Engine
+
+    engine = Engine(config)
+    engine.generate([[0]], _WARM_UP)
+    return engine

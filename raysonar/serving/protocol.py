@@ -1,0 +1,273 @@
+"""What /v1/completions and /v1/chat/completions take: OpenAI's parameters, and vLLM's further sampling parameters.
+
+A parameter that is unknown, or known and not supported, is refused by name. JSON's null stands for "not given".
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, PlainValidator, model_validator
+from pydantic_core import PydanticCustomError
+
+from raysonar.driver.params import SamplingParams
+from raysonar.errors import InvalidRequestError
+from raysonar.serving.generation import Chat, Prompt
+
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default for /v1/completions; a chat answer may run to the model's length."""
+
+MAX_PROMPTS = 2048
+
+_PASSED = (
+    "n temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty logit_bias seed stop "
+    "stop_token_ids include_stop_str_in_output ignore_eos min_tokens prompt_logprobs"
+).split()
+"""Parameters that reach SamplingParams as they are."""
+
+_IGNORED = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
+"""Labels: an answer does not depend on them."""
+
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "audio": (),
+    "function_call": ("none",),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+}
+"""OpenAI's parameters that are not supported, each with the values that ask for nothing."""
+
+
+def _refused(param: str, message: str, code: str | None = None) -> PydanticCustomError:
+    """A fault of `param`, found where several parameters are looked at together."""
+    return PydanticCustomError("refused", message, {"param": param, "code": code})  # type: ignore[arg-type]
+
+
+def _wrong(message: str) -> PydanticCustomError:
+    return PydanticCustomError("wrong", message)  # type: ignore[arg-type]
+
+
+def _tokens_of(value: object) -> list[int] | None:
+    """`value` when it is a non-empty list of token ids."""
+    if isinstance(value, list) and value and all(type(item) is int and item >= 0 for item in value):
+        return value
+    return None
+
+
+def _prompts(value: object) -> list[str | list[int]]:
+    """The four shapes of `prompt` as one list of prompts."""
+    if isinstance(value, str):
+        return [value]
+    if (tokens := _tokens_of(value)) is not None:
+        return [tokens]
+    if isinstance(value, list) and 0 < len(value) <= MAX_PROMPTS:
+        prompts = [item if isinstance(item, str) else _tokens_of(item) for item in value]
+        if all(prompt is not None for prompt in prompts) and len({type(prompt) for prompt in prompts}) == 1:
+            return [prompt for prompt in prompts if prompt is not None]
+    raise _wrong(
+        "it must be a string, a list of strings, a list of token ids, or a list of lists of token ids; "
+        f"none of the lists empty, and at most {MAX_PROMPTS} prompts"
+    )
+
+
+def _stop(value: object) -> tuple[str, ...]:
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, list) or not all(isinstance(item, str) for item in strings):
+        raise _wrong("it must be a string or a list of strings")
+    return tuple(strings)
+
+
+def _bias(value: object) -> dict[int, float]:
+    """{"token id": bias}, as JSON has it."""
+    if isinstance(value, dict) and all(
+        token.isascii() and token.isdigit() and type(bias) in (int, float) for token, bias in value.items()
+    ):
+        return {int(token): bias for token, bias in value.items()}
+    raise _wrong("it must map token ids to numbers from -100 to 100")
+
+
+def _content(value: object) -> str:
+    """A string, or parts of text joined."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value:
+        for part in value:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind != "text" or not isinstance(part.get("text"), str):
+                raise _wrong(f"only parts of type 'text' are supported, each with its 'text', not {kind!r}")
+        return "".join(part["text"] for part in value)
+    raise _wrong("it must be a string or a list of text parts")
+
+
+class _Body(BaseModel):
+    """Strictly typed, null dropped, unknown and unsupported parameters refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_null(cls, values: object) -> object:
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class StreamOptions(_Body):
+    include_usage: bool = False
+
+
+class Message(_Body):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, PlainValidator(_content)]
+
+    @property
+    def plain(self) -> dict[str, str]:
+        """For the chat template, which knows a developer as the system."""
+        return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+
+
+class GenerationBody(_Body, ABC):
+    """What both endpoints take. None stands for SamplingParams' own default."""
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[int, float] | None, PlainValidator(_bias)] = None
+    seed: int | None = None
+    stop: Annotated[tuple[str, ...] | None, PlainValidator(_stop)] = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    prompt_logprobs: int | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, values: object) -> object:
+        if not isinstance(values, dict):
+            return values
+        for name in _NEUTRAL.keys() & values.keys():
+            if values[name] is not None and values[name] not in _NEUTRAL[name]:
+                raise _refused(name, f"{name} is not supported by this server", "unsupported_parameter")
+        return {name: value for name, value in values.items() if name not in _NEUTRAL and name not in _IGNORED}
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise _refused("stream_options", "stream_options needs stream=true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise _refused("prompt_logprobs", "prompt_logprobs is not supported with stream=true")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether the stream ends with a chunk that has the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    @abstractmethod
+    def prompts(self) -> list[Prompt]:
+        """What to continue."""
+
+    @abstractmethod
+    def sampling(self) -> SamplingParams:
+        """Raises InvalidRequestError, naming the parameter as the client spelt it."""
+
+    @property
+    def needs_vocabulary(self) -> bool:
+        """Whether tokens have to be spelt in the answer."""
+        return self.prompt_logprobs is not None
+
+    def _given(self) -> dict[str, Any]:
+        values = {name: getattr(self, name) for name in _PASSED}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class CompletionBody(GenerationBody):
+    """/v1/completions."""
+
+    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
+    echo: bool = False
+    logprobs: int | None = None
+    best_of: int | None = None
+
+    @model_validator(mode="after")
+    def _check_best_of(self) -> Self:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise _refused("best_of", "best_of is not supported, unless it equals n", "unsupported_parameter")
+        return self
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        return list(self.prompt)
+
+    @property
+    def needs_vocabulary(self) -> bool:
+        return self.echo or self.logprobs is not None or super().needs_vocabulary
+
+    def sampling(self) -> SamplingParams:
+        values = self._given()
+        values["max_tokens"] = COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        values["logprobs"] = self.logprobs
+        if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
+            values["prompt_logprobs"] = self.logprobs
+        return SamplingParams(**values)
+
+
+class ChatBody(GenerationBody):
+    """/v1/chat/completions."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> Self:
+        if not self.messages:
+            raise _refused("messages", "messages must not be empty")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise _refused("top_logprobs", "top_logprobs needs logprobs=true")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise _refused("max_tokens", "max_tokens and max_completion_tokens must not differ; give one of them")
+        return self
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        return [Chat(tuple(message.plain for message in self.messages))]
+
+    @property
+    def needs_vocabulary(self) -> bool:
+        return self.logprobs or super().needs_vocabulary
+
+    def sampling(self) -> SamplingParams:
+        values = self._given()
+        limit = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+        values |= {"max_tokens": limit, "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
+        spelt = {"logprobs": "top_logprobs"}
+        if self.max_tokens is None:
+            spelt["max_tokens"] = "max_completion_tokens"
+        try:
+            return SamplingParams(**values)
+        except InvalidRequestError as error:
+            field = spelt.get(error.field or "", error.field)
+            raise InvalidRequestError(str(error).replace(error.field or "", field or ""), field) from error
