@@ -1,0 +1,1 @@
+"""Mixture of experts: routing and experts. It knows nothing of requests or Ray."""

@@ -1,0 +1,157 @@
+"""DeepSeek V2, V3 and R1: multi-head latent attention in absorbed form, dense and mixture-of-experts layers."""
+
+import torch
+
+from raysonar.kernels.attention import paged_attention
+from raysonar.kernels.elementwise import rms_norm, rotate
+from raysonar.kernels.linear import Linear
+from raysonar.model.batch import Batch
+from raysonar.model.cache import KvCache
+from raysonar.model.mlp import Mlp
+from raysonar.model.rope import interleave_order
+from raysonar.model.spec import DeepseekSpec, MoeSpec
+from raysonar.model.transformer import Transformer
+from raysonar.model.weights import Weights
+from raysonar.moe.experts import Experts
+from raysonar.moe.routing import Router
+
+
+class LatentAttention:
+    """MLA (2405.04434, section 2.1): the cache holds one latent and one rotated key a token, shared by all heads.
+
+    Keys and values are never expanded: the key up-projection is absorbed into the query, the value up-projection into
+    the output (2405.04434, section 2.1.2).
+    """
+
+    def __init__(self, spec: DeepseekSpec, weights: Weights, prefix: str, layer: int) -> None:
+        mla = self._mla = spec.mla
+        self._eps, self._layer = spec.eps, layer
+        q_rows = mla.heads * (mla.nope_dim + mla.rope_dim)
+        kv_rows = mla.kv_lora_rank + mla.rope_dim
+        name = f"{prefix}.self_attn."
+        order = self._rope_order()
+        kv_a = weights.tensor(f"{name}kv_a_proj_with_mqa.weight", kv_rows, spec.hidden)
+        kv_a[mla.kv_lora_rank :] = kv_a[mla.kv_lora_rank :][order]
+        if mla.q_lora_rank is None:
+            q = weights.tensor(f"{name}q_proj.weight", q_rows, spec.hidden)
+            down = self._interleaved(q)
+            self._q_norm, self._q_up = None, None
+        else:
+            down = weights.tensor(f"{name}q_a_proj.weight", mla.q_lora_rank, spec.hidden)
+            self._q_norm = weights.tensor(f"{name}q_a_layernorm.weight", mla.q_lora_rank)
+            self._q_up = Linear(self._interleaved(weights.tensor(f"{name}q_b_proj.weight", q_rows, mla.q_lora_rank)))
+        self._down = Linear(torch.cat((down, kv_a)))
+        self._split = (down.shape[0], mla.kv_lora_rank, mla.rope_dim)
+        self._kv_norm = weights.tensor(f"{name}kv_a_layernorm.weight", mla.kv_lora_rank)
+        up_rows = mla.heads * (mla.nope_dim + mla.v_dim)
+        up = weights.tensor(f"{name}kv_b_proj.weight", up_rows, mla.kv_lora_rank).view(mla.heads, -1, mla.kv_lora_rank)
+        self._key_up = up[:, : mla.nope_dim].contiguous()  # [heads, nope, latent]
+        self._value_up = up[:, mla.nope_dim :].mT.contiguous()  # [heads, latent, v]
+        self._out = weights.linear((f"{name}o_proj.weight", spec.hidden), in_features=mla.heads * mla.v_dim)
+
+    def __call__(self, x: torch.Tensor, batch: Batch, rotation: torch.Tensor, cache: KvCache) -> torch.Tensor:
+        """x: [tokens, hidden] -> [tokens, hidden]; writes the tokens' cache entries first."""
+        mla, tokens = self._mla, x.shape[0]
+        q, latent, key_rope = self._down(x).split_with_sizes(self._split, -1)
+        if self._q_up is not None and self._q_norm is not None:
+            q = self._q_up(rms_norm(q, self._q_norm, self._eps))
+        q_nope, q_rope = q.view(tokens, mla.heads, -1).split_with_sizes((mla.nope_dim, mla.rope_dim), -1)
+        rotated = rotate(torch.cat((q_rope, key_rope[:, None]), 1), rotation)
+        latent = rms_norm(latent, self._kv_norm, self._eps)
+        cache.write(self._layer, batch.entries, torch.cat((latent, rotated[:, -1]), -1)[:, None])
+        absorbed = torch.bmm(q_nope.transpose(0, 1), self._key_up).transpose(0, 1)
+        out = paged_attention(
+            torch.cat((absorbed, rotated[:, :-1]), -1)[:, None],
+            cache.layers[self._layer],
+            batch.attention,
+            scale=mla.softmax_scale,
+            keys=slice(None),
+            values=slice(mla.kv_lora_rank),
+        )
+        values = torch.bmm(out.squeeze(1).transpose(0, 1), self._value_up)
+        return self._out(values.transpose(0, 1).reshape(tokens, -1))
+
+    def _rope_order(self) -> torch.Tensor:
+        dim = self._mla.rope_dim
+        return torch.arange(dim) if self._mla.interleaved else interleave_order(dim)
+
+    def _interleaved(self, q: torch.Tensor) -> torch.Tensor:
+        """The query projection with its RoPE rows in pairs (2i, 2i + 1)."""
+        mla = self._mla
+        heads = q.view(mla.heads, -1, q.shape[-1])
+        heads[:, mla.nope_dim :] = heads[:, mla.nope_dim :][:, self._rope_order()]
+        return q
+
+
+class Moe:
+    """Routed experts plus shared ones that see every token (2412.19437, section 2.1.2)."""
+
+    def __init__(self, hidden: int, spec: MoeSpec, weights: Weights, prefix: str) -> None:
+        self._gate = weights.tensor(f"{prefix}.gate.weight", spec.experts, hidden, dtype=torch.float32)
+        self._bias: torch.Tensor | None = None
+        if spec.selection == "noaux_tc":
+            name = f"{prefix}.gate.e_score_correction_bias"
+            self._bias = weights.tensor(name, spec.experts, dtype=torch.float32)
+        self._route = Router(
+            top_k=spec.top_k,
+            scoring=spec.scoring,
+            selection=spec.selection,
+            groups=spec.groups,
+            top_groups=spec.top_groups,
+            norm_topk_prob=spec.norm_topk_prob,
+            routed_scaling_factor=spec.routed_scaling_factor,
+        )
+        gate_up, down = [], []
+        for expert in range(spec.experts):
+            name = f"{prefix}.experts.{expert}."
+            parts = [(f"{name}gate_proj.weight", spec.intermediate), (f"{name}up_proj.weight", spec.intermediate)]
+            gate_up.append(weights.stacked(parts, hidden))
+            down.append(weights.tensor(f"{name}down_proj.weight", hidden, spec.intermediate))
+        self._experts = Experts(gate_up, down)
+        shared = spec.shared_experts * spec.intermediate
+        self._shared = Mlp(hidden, shared, weights, f"{prefix}.shared_experts") if shared else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        experts, expert_weights = self._route(torch.mm(x.float(), self._gate.T), self._bias)
+        routed = self._experts(x, experts, expert_weights)
+        return routed if self._shared is None else routed + self._shared(x)
+
+
+class DecoderLayer:
+    """Attention, then a dense or mixture-of-experts network, each on the normalised residual stream."""
+
+    def __init__(self, spec: DeepseekSpec, weights: Weights, prefix: str, *, layer: int, moe: MoeSpec | None) -> None:
+        self._eps = spec.eps
+        self._attention_norm = weights.tensor(f"{prefix}.input_layernorm.weight", spec.hidden)
+        self._attention = LatentAttention(spec, weights, prefix, layer)
+        self._mlp_norm = weights.tensor(f"{prefix}.post_attention_layernorm.weight", spec.hidden)
+        self._mlp: Mlp | Moe
+        if moe is None:
+            self._mlp = Mlp(spec.hidden, spec.intermediate, weights, f"{prefix}.mlp")
+        else:
+            self._mlp = Moe(spec.hidden, moe, weights, f"{prefix}.mlp")
+
+    def __call__(self, x: torch.Tensor, batch: Batch, rotation: torch.Tensor, cache: KvCache) -> torch.Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        x = x + self._attention(rms_norm(x, self._attention_norm, self._eps), batch, rotation, cache)
+        return x + self._mlp(rms_norm(x, self._mlp_norm, self._eps))
+
+
+def load_deepseek(spec: DeepseekSpec, weights: Weights, *, max_positions: int) -> Transformer:
+    """The target model, without its MTP modules."""
+    layers = [
+        DecoderLayer(spec, weights, f"model.layers.{i}", layer=i, moe=spec.moe if is_moe_layer(spec, i) else None)
+        for i in range(spec.layers)
+    ]
+    return Transformer(spec, weights, layers=layers, cache_shape=cache_shape(spec), max_positions=max_positions)
+
+
+def is_moe_layer(spec: DeepseekSpec, layer: int) -> bool:
+    """Whether a layer has experts."""
+    return spec.moe is not None and layer >= spec.first_dense and layer % spec.moe_every == 0
+
+
+def cache_shape(spec: DeepseekSpec) -> tuple[int, int]:
+    """(kv_heads, width) of a layer's cache entry."""
+    return 1, spec.mla.kv_lora_rank + spec.mla.rope_dim

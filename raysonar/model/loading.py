@@ -1,0 +1,57 @@
+"""From a model folder to modules on a device."""
+
+from dataclasses import dataclass
+
+import torch
+
+from raysonar.errors import ConfigurationError
+from raysonar.model.checkpoint import CheckpointReader
+from raysonar.model.deepseek import load_deepseek
+from raysonar.model.folder import ModelFolder
+from raysonar.model.llama import load_llama
+from raysonar.model.mtp import MtpModule
+from raysonar.model.spec import DeepseekSpec
+from raysonar.model.transformer import Transformer
+from raysonar.model.weights import Weights
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A target and, where asked for, its MTP module."""
+
+    target: Transformer
+    mtp: MtpModule | None
+
+    @property
+    def cache_shapes(self) -> list[tuple[int, int]]:
+        """(kv_heads, width) of every layer's cache entry, the draft's last."""
+        return self.target.cache_shapes + (self.mtp.cache_shapes if self.mtp else [])
+
+
+def load_model(
+    folder: ModelFolder,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    mtp: bool = False,
+    max_positions: int | None = None,
+    progress: bool = False,
+) -> LoadedModel:
+    """Read a model's weights, shard by shard.
+
+    max_positions: the positions to prepare rotary embeddings for; None takes the model's own. Raises ConfigurationError
+    when `mtp` is asked of a model that has no MTP module, ModelFolderError when the weights do not fit the config.
+    """
+    spec = folder.spec
+    if mtp and not (isinstance(spec, DeepseekSpec) and spec.mtp_modules):
+        raise ConfigurationError(
+            f"speculation.tokens: {folder.path} has no MTP module (num_nextn_predict_layers); "
+            "use 0 speculative tokens, or a model that has one (DeepSeek V3, R1)"
+        )
+    positions = max_positions or spec.max_positions
+    with torch.inference_mode(), CheckpointReader(folder, progress=progress) as reader:
+        weights = Weights(reader, dtype=dtype, device=device)
+        if not isinstance(spec, DeepseekSpec):
+            return LoadedModel(load_llama(spec, weights, max_positions=positions), None)
+        target = load_deepseek(spec, weights, max_positions=positions)
+        return LoadedModel(target, MtpModule(target, spec, weights) if mtp else None)

@@ -1,0 +1,183 @@
+"""One rank: it takes plans, verifies, publishes, and drafts."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from raysonar.model.batch import Batch, pack
+from raysonar.model.cache import KvCache
+from raysonar.model.loading import LoadedModel
+from raysonar.ranks.layout import Layout
+from raysonar.ranks.logprobs import answer_logprobs, prompt_logprobs
+from raysonar.ranks.slots import SlotTable
+from raysonar.speculation.acceptance import accept
+from raysonar.speculation.mtp import DraftRows, MtpDraft
+from raysonar.speculation.sampler import SamplingTable
+from raysonar.step import StepPlan, StepResult
+
+
+@dataclass(frozen=True)
+class _Verified:
+    """A verified batch that the draft has yet to run over."""
+
+    batch: Batch
+    hidden: torch.Tensor
+    token_slots: torch.Tensor
+    sampling_slots: torch.Tensor
+    last: torch.Tensor
+
+
+class Rank:
+    """The target, its draft, and the slots of one rank.
+
+    A step is `verify`, whose result is published at once, and `draft`, which makes ready for the next step. Nothing of
+    the draft waits for the driver.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        cache: KvCache,
+        slots: SlotTable,
+        sampling: SamplingTable,
+        draft: MtpDraft | None,
+    ) -> None:
+        self._target, self._cache, self._slots = model.target, cache, slots
+        self._sampling, self._draft = sampling, draft
+        self._verified: _Verified | None = None
+        self._draft_seconds = 0.0
+
+    @torch.inference_mode()
+    def verify(self, plan: StepPlan) -> StepResult:
+        """Take the plan in, propose, verify, accept; returns what the rows have gained."""
+        began = time.perf_counter()
+        self._admit(plan)
+        layout = Layout.of(plan, self._cache.page_size)
+        slots, starts, batch = self._pack(layout)
+        drafts, draft_scores = self._propose(layout, slots, starts)
+        token_slots = self._upload(np.repeat(layout.slots, layout.tokens))
+        inputs = self._slots.tokens[token_slots, batch.positions].long()
+        hidden = self._target(inputs, batch, self._cache)
+        prompt = prompt_logprobs(layout, self._slots, self._target, hidden, inputs=(token_slots, batch.positions))
+
+        rows = self._sampling.rows(layout.logit_slots)
+        places = self._upload(layout.logit_rows)
+        logits = self._target.logits(hidden if len(places) == layout.size else hidden[places])
+        positions = batch.positions[places] + 1
+        scores = rows.scores(logits, positions, self._slots.tokens)
+        sampling_drafts = layout.drafts[layout.sampling]
+        count, tokens = accept(rows, scores, positions, drafts, sampling_drafts, draft_scores)
+        last = self._commit(layout, slots, starts, count, tokens)
+        self._verified = _Verified(batch, hidden, token_slots, slots[self._upload(layout.sampling)], last)
+        answer = answer_logprobs(layout, self._slots, logits, tokens)
+        seconds = np.array([time.perf_counter() - began, self._draft_seconds])
+        return self._result(plan, layout, count, tokens, seconds, **prompt, **answer)
+
+    @torch.inference_mode()
+    def draft(self) -> None:
+        """Run the draft over the batch just verified; nothing to do without one."""
+        verified, self._verified = self._verified, None
+        if verified is None or self._draft is None:
+            return
+        began = time.perf_counter()
+        shifted = self._slots.tokens[verified.token_slots, verified.batch.positions + 1].long()
+        self._draft.refill(shifted, verified.hidden, verified.batch, verified.sampling_slots, verified.last)
+        self._draft_seconds = time.perf_counter() - began
+
+    def _admit(self, plan: StepPlan) -> None:
+        self._slots.update(plan)
+        self._sampling.admit(
+            plan.admitted_slot,
+            plan.admitted_sampling,
+            plan.bias_slot,
+            plan.bias_token,
+            plan.bias_value,
+            plan.banned_slot,
+            plan.banned_token,
+        )
+
+    def _pack(self, layout: Layout) -> tuple[torch.Tensor, torch.Tensor, Batch]:
+        """The rows' slots and starts, int64 [R], and their batch."""
+        slots = self._upload(layout.slots)
+        starts = self._slots.computed[slots]
+        batch = pack(
+            layout.tokens,
+            layout.bounds,
+            starts,
+            self._slots.page_table[slots],
+            page_size=self._cache.page_size,
+            dtype=self._target.embedding.dtype,
+        )
+        return slots, starts, batch
+
+    def _propose(
+        self, layout: Layout, slots: torch.Tensor, starts: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Drafts of the S sampling rows, int64 [S, K], -1 where there is none, and the scores they were drawn from."""
+        drafting = np.flatnonzero(layout.drafts)
+        if self._draft is None or not len(drafting):
+            return slots.new_full((len(layout.sampling), 0), -1), None
+        index = self._upload(drafting)
+        rows = DraftRows(
+            host_slots=layout.slots[drafting],
+            slots=slots[index],
+            starts=starts[index],
+            page_table=self._slots.page_table[slots[index]],
+            counts=layout.drafts[drafting],
+            bounds=layout.bounds[drafting],
+        )
+        drafts, scores = self._draft.propose(rows, self._slots.tokens)
+        if len(drafting) == len(layout.sampling):
+            return drafts, scores
+        place = self._upload(np.searchsorted(layout.sampling, drafting))
+        padded = drafts.new_full((len(layout.sampling), drafts.shape[1]), -1)
+        padded[place] = drafts
+        if scores is None:
+            return padded, None
+        padded_scores = scores.new_zeros((len(layout.sampling), *scores.shape[1:]))
+        padded_scores[place] = scores
+        return padded, padded_scores
+
+    def _commit(
+        self, layout: Layout, slots: torch.Tensor, starts: torch.Tensor, count: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """Append the new tokens, move the computed lengths on.
+
+        Tokens behind a row's `count` are written too; what is known ends at the computed length + 1. Returns each
+        sampling row's last accepted place in the packed batch, int64 [S].
+        """
+        computed = starts + self._upload(layout.tokens)
+        sampling = self._upload(layout.sampling)
+        verified = self._upload(layout.drafts[layout.sampling])
+        gained_from = computed[sampling] - verified
+        width = torch.arange(tokens.shape[1], device=tokens.device)
+        self._slots.tokens[slots[sampling, None], gained_from[:, None] + width] = tokens.to(torch.int32)
+        computed[sampling] = gained_from + (count - 1)
+        self._slots.computed[slots] = computed
+        first = self._upload(layout.ends[layout.sampling]) - verified - 1
+        return first + (count - 1)
+
+    def _result(
+        self,
+        plan: StepPlan,
+        layout: Layout,
+        count: torch.Tensor,
+        tokens: torch.Tensor,
+        seconds: NDArray[np.float64],
+        **logprobs: NDArray[Any],
+    ) -> StepResult:
+        rows = layout.order[layout.sampling]
+        gained = torch.cat((count[:, None], tokens), 1).to(torch.int32).cpu().numpy()
+        counts = np.zeros(len(layout.order), np.int32)
+        counts[rows] = gained[:, 0]
+        new_tokens = np.zeros((len(layout.order), layout.width), np.int32)
+        new_tokens[rows, : gained.shape[1] - 1] = gained[:, 1:]
+        return StepResult(number=plan.number, count=counts, tokens=new_tokens, seconds=seconds, **logprobs)
+
+    def _upload(self, array: NDArray[np.generic]) -> torch.Tensor:
+        """int64 on the device."""
+        return torch.from_numpy(array.astype(np.int64)).to(self._slots.device, non_blocking=True)
