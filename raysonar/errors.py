@@ -25,5 +25,9 @@ class InvalidRequestError(RaysonarError, ValueError):
         self.field = field
 
 
+class QueueFullError(InvalidRequestError):
+    """Too many requests wait already; the same request may be sent again later."""
+
+
 class EngineFailedError(RaysonarError, RuntimeError):
     """The engine has stopped working; its `__cause__` is the root cause."""

@@ -1,0 +1,307 @@
+"""Engine: prompts in, text out."""
+
+import asyncio
+import queue
+import threading
+import time
+import uuid
+import weakref
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from os import PathLike
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from pydantic import ValidationError
+
+from raysonar.config import CacheConfig, DType, EngineConfig, MtpHidden, SchedulingConfig, SpeculationConfig, describe
+from raysonar.driver.collect import Collector
+from raysonar.driver.loop import STEP_TIMEOUT_S, EngineLoop
+from raysonar.driver.outputs import Delta, GenerationResult
+from raysonar.driver.params import SamplingParams
+from raysonar.driver.request import Limits, Request, Sink, make_request
+from raysonar.driver.scheduler import Scheduler
+from raysonar.errors import ConfigurationError, InvalidRequestError, RaysonarError
+from raysonar.model.folder import open_folder
+from raysonar.model.tokenizer import Tokenizer
+from raysonar.observe.counters import EngineStats
+from raysonar.observe.steps import StepLog
+from raysonar.ranks.channel import RankInfo, StepChannel
+from raysonar.ranks.start import start_rank
+
+Prompt = str | Sequence[int]
+"""A text, or token ids."""
+StartRank = Callable[[EngineConfig], tuple[StepChannel, RankInfo]]
+
+
+class Engine:
+    """One model replica: loads it, and answers requests from any thread until it is closed.
+
+    Attributes:
+        info: what the model takes and the cache holds.
+        tokenizer: the folder's.
+        steps: records of the last steps.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        start: StartRank = start_rank,
+        tokenizer: Tokenizer | None = None,
+        step_timeout: float = STEP_TIMEOUT_S,
+    ) -> None:
+        """`tokenizer` None takes the folder's. `step_timeout`, in seconds: a rank that is silent for longer has failed.
+
+        Raises ConfigurationError or ModelFolderError when the model cannot be served so.
+        """
+        self.config = config
+        self.tokenizer = Tokenizer.from_folder(open_folder(config.model)) if tokenizer is None else tokenizer
+        channel, self.info = start(config)
+        eos = frozenset(self.info.eos_token_ids) | frozenset(self.tokenizer.eos_token_ids)
+        self._limits = Limits(
+            vocab=self.info.vocab,
+            max_model_len=self.info.max_model_len,
+            pages=self.info.pages,
+            page_size=self.info.page_size,
+            eos_token_ids=eos,
+        )
+        scheduler = Scheduler(
+            slots=self.info.slots,
+            pages=self.info.pages,
+            page_size=self.info.page_size,
+            max_tokens=self._limits.tokens,
+            token_budget=config.scheduling.token_budget,
+            speculative_tokens=self.info.speculative_tokens,
+            prefix_caching=config.cache.prefix_caching,
+        )
+        self._loop = EngineLoop(
+            channel=channel,
+            scheduler=scheduler,
+            decoder=self.tokenizer if self.tokenizer.available else None,
+            eos_token_ids=eos,
+            plans_in_flight=config.scheduling.plans_in_flight,
+            max_waiting=config.scheduling.max_waiting,
+            step_timeout=step_timeout,
+        )
+        self._finalizer = weakref.finalize(self, self._loop.close)
+
+    @classmethod
+    def from_folder(
+        cls,
+        path: str | PathLike[str],
+        *,
+        dtype: DType = "auto",
+        device: str = "auto",
+        threads: int | None = None,
+        max_model_len: int | None = None,
+        speculative_tokens: int = 1,
+        mtp_hidden: MtpHidden = "auto",
+        mtp_recycled: MtpHidden = "auto",
+        page_size: int = 16,
+        pages: int | None = None,
+        cache_bytes: int = 1 << 30,
+        prefix_caching: bool = True,
+        max_running: int = 64,
+        token_budget: int = 1024,
+        max_waiting: int = 65536,
+        plans_in_flight: int = 1,
+    ) -> Self:
+        """Serve a Hugging Face folder; every option is a field of EngineConfig, where it is explained."""
+        values: dict[str, Any] = {
+            "model": path,
+            "dtype": dtype,
+            "device": device,
+            "threads": threads,
+            "max_model_len": max_model_len,
+        }
+        try:
+            config = EngineConfig(
+                **values,
+                cache=CacheConfig(
+                    page_size=page_size, pages=pages, memory_bytes=cache_bytes, prefix_caching=prefix_caching
+                ),
+                speculation=SpeculationConfig(tokens=speculative_tokens, hidden=mtp_hidden, recycled=mtp_recycled),
+                scheduling=SchedulingConfig(
+                    max_running=max_running,
+                    token_budget=token_budget,
+                    max_waiting=max_waiting,
+                    plans_in_flight=plans_in_flight,
+                ),
+            )
+        except ValidationError as error:
+            raise ConfigurationError(describe(error)) from error
+        return cls(config)
+
+    @property
+    def steps(self) -> StepLog:
+        """Records of the last steps."""
+        return self._loop.steps
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[GenerationResult]:
+        """Answer prompts, in their order; `params` is one for all (None: the defaults) or one for each.
+
+        Raises InvalidRequestError before anything is queued, EngineFailedError when the engine fails.
+        """
+        collectors: list[Collector] = []
+
+        def collect(requests: list[Request]) -> None:
+            collectors.extend(Collector(request) for request in requests)
+
+        for position, delta, moment in self._news(prompts, params, collect):
+            collectors[position].add(delta, moment)
+        return [collector.result() for collector in collectors]
+
+    def generate_stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[tuple[int, Delta]]:
+        """As `generate`, but deltas as they come, each with its prompt's position. Closing it aborts what is open."""
+        for position, delta, _ in self._news(prompts, params, lambda requests: None):
+            yield position, delta
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> AsyncGenerator[Delta, None]:
+        """Deltas of one request. Closing or cancelling it aborts the request: slot and pages are free at once.
+
+        Raises InvalidRequestError here, before anything is queued; the request is queued with the first `anext`.
+        """
+        self._loop.check_running()
+        mailbox = _Mailbox()
+        return self._stream(self._request(prompt, params or SamplingParams(), mailbox.put, request_id), mailbox)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now; its stream ends with finish_reason "abort". Returns whether it was open."""
+        return self._loop.abort(request_id)
+
+    def stats(self) -> EngineStats:
+        """Slots, pages and totals now."""
+        return self._loop.stats()
+
+    def check_health(self, deadline: float = 60.0) -> None:
+        """Raises EngineFailedError when the engine has failed, is closed, or has been in one step for `deadline` s."""
+        self._loop.check_health(deadline)
+
+    def close(self) -> None:
+        """Stop, and let go of the model; open requests end with EngineFailedError. May be called again."""
+        self._finalizer.detach()
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _news(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        queued: Callable[[list[Request]], None],
+    ) -> Iterator[tuple[int, Delta, float]]:
+        """(prompt's position, delta, moment it came) until all are finished; `queued` is told the requests first."""
+        self._loop.check_running()
+        news: queue.SimpleQueue[tuple[int, Delta | RaysonarError, float]] = queue.SimpleQueue()
+
+        def sink(position: int) -> Sink:
+            return lambda item: news.put((position, item, time.perf_counter()))
+
+        pairs = _pair(prompts, params)
+        requests = [self._request(prompt, each, sink(at)) for at, (prompt, each) in enumerate(pairs)]
+        queued(requests)
+        self._loop.submit(requests)
+        open_answers = sum(len(request.answers) for request in requests)
+        try:
+            while open_answers:
+                position, item, moment = news.get()  # the loop's last act is to tell every open request
+                if isinstance(item, RaysonarError):
+                    raise item
+                open_answers -= item.finish_reason is not None
+                yield position, item, moment
+        finally:
+            if open_answers:
+                for request in requests:
+                    self._loop.abort(request.id)
+
+    async def _stream(self, request: Request, mailbox: "_Mailbox") -> AsyncGenerator[Delta, None]:
+        mailbox.open()
+        self._loop.submit([request])
+        open_answers = len(request.answers)
+        try:
+            while open_answers:
+                for item in await mailbox.take():
+                    if isinstance(item, RaysonarError):
+                        raise item
+                    open_answers -= item.finish_reason is not None
+                    yield item
+        finally:
+            self._loop.abort(request.id)
+
+    def _request(self, prompt: Prompt, params: SamplingParams, sink: Sink, request_id: str | None = None) -> Request:
+        if not self.tokenizer.available and params.stop:
+            raise InvalidRequestError("stop strings need a tokenizer, and the model's folder has none", "stop")
+        text = prompt if isinstance(prompt, str) else None
+        return make_request(
+            request_id=f"request-{uuid.uuid4().hex}" if request_id is None else request_id,
+            prompt=text,
+            prompt_token_ids=self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt,
+            params=params,
+            limits=self._limits,
+            sink=sink,
+        )
+
+
+class _Mailbox:
+    """Carries deltas from the engine's thread to one stream's event loop."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._items: deque[Delta | RaysonarError] = deque()
+        self._filled: asyncio.Event | None = None
+        self._home: asyncio.AbstractEventLoop | None = None
+
+    def open(self) -> None:
+        """Deliver to the running event loop."""
+        self._home, self._filled = asyncio.get_running_loop(), asyncio.Event()
+
+    def put(self, item: Delta | RaysonarError) -> None:
+        """From any thread; one wake-up serves all that is there when the stream looks."""
+        assert self._home is not None
+        assert self._filled is not None
+        with self._lock:
+            self._items.append(item)
+            first = len(self._items) == 1
+        if first:
+            self._home.call_soon_threadsafe(self._filled.set)
+
+    async def take(self) -> list[Delta | RaysonarError]:
+        """All that has come; waits for something."""
+        assert self._filled is not None
+        await self._filled.wait()
+        self._filled.clear()
+        with self._lock:
+            items = list(self._items)
+            self._items.clear()
+        return items
+
+
+def _pair(
+    prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[tuple[Prompt, SamplingParams]]:
+    """Each prompt with its parameters."""
+    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
+    each: list[Any] = [prompts] if single else list(prompts)
+    if params is None or isinstance(params, SamplingParams):
+        return [(prompt, params or SamplingParams()) for prompt in each]
+    if len(params) != len(each):
+        raise InvalidRequestError(f"{len(each)} prompts came with {len(params)} params; give one, or one each")
+    return list(zip(each, params, strict=True))

@@ -1,0 +1,55 @@
+"""Counters and gauges of an engine as plain data."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Counters:
+    """Totals since the engine started; they only grow."""
+
+    def __init__(self, speculative_tokens: int) -> None:
+        self.steps = 0
+        self.prompt_tokens = 0
+        """Of prompts queued."""
+        self.generated_tokens = 0
+        self.drafted: NDArray[np.int64] = np.zeros(speculative_tokens, np.int64)
+        """[k]: draft tokens verified, by their position in the draft."""
+        self.accepted: NDArray[np.int64] = np.zeros(speculative_tokens, np.int64)
+        """[k]: of them, accepted."""
+        self.preemptions = 0
+        self.prefix_lookup_tokens = 0
+        """Of admitted answers."""
+        self.prefix_hit_tokens = 0
+        """Of them, found in the prefix cache."""
+        self.requests = 0
+        self.aborted = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """An engine at one moment: gauges first, then totals since it started.
+
+    pages_free + pages_referenced = pages; pages_cached are free ones whose contents the prefix cache can still use.
+    """
+
+    slots: int
+    running: int
+    waiting: int
+    pages: int
+    pages_free: int
+    pages_referenced: int
+    pages_cached: int
+    steps_in_flight: int
+    steps: int
+    requests: int
+    aborted: int
+    preemptions: int
+    prompt_tokens: int
+    generated_tokens: int
+    prefix_lookup_tokens: int
+    prefix_hit_tokens: int
+    drafted: tuple[int, ...]
+    accepted: tuple[int, ...]
+    """By position in the draft, as `drafted`."""
