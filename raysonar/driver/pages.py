@@ -47,6 +47,10 @@ class PageAllocator:
         """Pages that at least one slot holds."""
         return sum(1 for count in self._references if count)
 
+    def references(self, page: int) -> int:
+        """How many slots hold the page."""
+        return self._references[page]
+
     def take(self, count: int) -> list[int]:
         """Hold `count` (at most `free`) pages for writing; contents they kept are forgotten."""
         if count > self.free:
