@@ -18,7 +18,7 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 
 
 class Tokenizer:
-    """The folder's tokenizer, equal to transformers' AutoTokenizer on it.
+    """The folder's tokenizer, equal to transformers' AutoTokenizer on it (but for `add_bos_token`, see below).
 
     A folder without one gives a tokenizer that is not `available`: such a model takes prompts of token ids only, and
     every method that needs a vocabulary raises InvalidRequestError.
@@ -158,13 +158,18 @@ class Tokenizer:
         return token
 
     def _set_post_processor(self, model: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-        """As transformers: add_bos_token and add_eos_token, where given, replace what tokenizer.json would add."""
-        if "add_bos_token" not in config and "add_eos_token" not in config:
+        """Let add_bos_token and add_eos_token count where tokenizer.json adds no special tokens itself.
+
+        DeepSeek's published folders rely on it. transformers 4 did the same; transformers 5 ignores the two keys and
+        so encodes their texts without the beginning-of-sequence token that the models were trained with.
+        """
+        if model.num_special_tokens_to_add(False):
             return
         bos = [(self._special["bos_token"], self.bos_token_id)] if self._adds(config, "bos") else []
         eos = [(self._special["eos_token"], self.eos_token_id)] if self._adds(config, "eos") else []
-        single = " ".join([f"{text}:0" for text, _ in bos] + ["$A:0"] + [f"{text}:0" for text, _ in eos])
-        model.post_processor = processors.TemplateProcessing(single=single, special_tokens=bos + eos)
+        if bos or eos:
+            single = " ".join([f"{text}:0" for text, _ in bos] + ["$A:0"] + [f"{text}:0" for text, _ in eos])
+            model.post_processor = processors.TemplateProcessing(single=single, special_tokens=bos + eos)
 
     def _adds(self, config: Mapping[str, Any], which: str) -> bool:
         return bool(config.get(f"add_{which}_token")) and f"{which}_token" in self._special
