@@ -2,8 +2,8 @@
 
 Nothing is stored between draws, so every rank, device and repetition of a step sees the same noise. The generator is
 SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; the finaliser is
-Stafford's variant 13), used as a hash: seed and (position, stream) are mixed in turn to a key, and column v's bits are
-mix(key + (v + 1) * GOLDEN), the v-th output of the generator that starts at that key.
+Stafford's variant 13), used as a hash. The seed is mixed to a key, once a request; key and (position, stream) are
+mixed to a state; column v's bits are mix(state + (v + 1) * GOLDEN), the v-th output of a generator that starts there.
 
 Resolution: 63 bits become a float32 by rounding, which keeps 24 significant bits at every magnitude, so that uniforms
 near 0 are as fine as the format allows (down to 2^-64) where the usual 24-bit grid has steps of 2^-24. The smallest of
@@ -12,6 +12,7 @@ therefore taken from the fine end, -log(-log1p(-u)): its maximum belongs to the 
 """
 
 from enum import IntEnum
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -51,11 +52,21 @@ def _mix(z: Tensor) -> Tensor:
     return z
 
 
-def uniform(seed: Tensor, position: Tensor, stream: int | Tensor, columns: int) -> Tensor:
+@lru_cache(maxsize=16)
+def _columns(columns: int, device: torch.device) -> Tensor:
+    return torch.arange(1, columns + 1, device=device) * _GOLDEN
+
+
+def keys(seed: Tensor) -> Tensor:
+    """int64 keys, of the same shape, for any int64 seeds: neighbouring seeds' keys have nothing in common."""
+    return _mix(seed + _GOLDEN)
+
+
+def uniform(key: Tensor, position: Tensor, stream: int | Tensor, columns: int) -> Tensor:
     """Uniform noise in the open interval (0, 1), bit for bit the same on every device.
 
     Args:
-        seed: int64 [N].
+        key: int64 [N], from `keys`.
         position: int64 [N], at least 0: the index of the token that is being chosen.
         stream: one `Stream` for all rows, or int64 [N].
         columns: values a row.
@@ -63,16 +74,15 @@ def uniform(seed: Tensor, position: Tensor, stream: int | Tensor, columns: int) 
     Returns:
         float32 [N, columns], from 2^-64 to 1 - 2^-24.
     """
-    key = _mix(_mix(seed + _GOLDEN) + (position * _STREAMS + stream) * _GOLDEN)
-    column = torch.arange(1, columns + 1, device=seed.device) * _GOLDEN
-    bits = _mix(key[:, None] + column).bitwise_and_((1 << 63) - 1)
+    state = _mix((position * _STREAMS + stream) * _GOLDEN + key)
+    bits = _mix(state[:, None] + _columns(columns, key.device)).bitwise_and_((1 << 63) - 1)
     return bits.to(torch.float32).mul_(2.0**-63).clamp_(_SMALLEST, _LARGEST)
 
 
-def gumbel(seed: Tensor, position: Tensor, stream: int | Tensor, columns: int) -> Tensor:
+def gumbel(key: Tensor, position: Tensor, stream: int | Tensor, columns: int) -> Tensor:
     """Standard Gumbel noise: argmax(scores + noise) is a draw from softmax(scores).
 
     Args and shape as `uniform`'s. Values from -2.82 to 44.4, always finite: a token of score -inf is never drawn, and
     the only one of finite score always is. Devices may differ in the logarithm's last bit.
     """
-    return uniform(seed, position, stream, columns).neg_().log1p_().neg_().log_().neg_()
+    return uniform(key, position, stream, columns).neg_().log1p_().neg_().log_().neg_()

@@ -110,7 +110,7 @@ def _draw(rows: SamplingRows, scores: Tensor, positions: Tensor, *, drafting: bo
         return scores.argmax(1)
     if rows.noisy.size == len(rows):
         stream = rows.integers.draft_stream if drafting else Stream.TARGET
-        return scores.add(noise.gumbel(rows.integers.seed, positions, stream, scores.shape[1])).argmax(1)
+        return scores.add(noise.gumbel(rows.integers.noise_key, positions, stream, scores.shape[1])).argmax(1)
     chosen = scores.argmax(1)
     index = torch.from_numpy(rows.noisy).to(scores.device)
     chosen[index] = _draw(rows.take(rows.noisy), scores[index], positions[index], drafting=drafting)
@@ -130,22 +130,19 @@ def _reject(
 ) -> tuple[Tensor, Tensor]:
     """The full-distribution rule; `place` [R, K + 1] are the texts' logit rows."""
     texts, most = drafts.shape
-    seed = rows.integers.seed[place[:, 0]]
-    p = scores.softmax(1)
-    q = draft_scores.softmax(2)
-    known = drafts.clamp(min=0)
-    p_draft = p[place[:, :-1], known]
+    key, drafted = rows.integers.noise_key, place[:, :-1]
+    p, q = scores.softmax(1), draft_scores.softmax(2)
+    real, known = drafts >= 0, drafts.clamp(min=0)
     q_draft = q.gather(2, known[:, :, None]).squeeze(2)
-    u = noise.uniform(seed.repeat_interleave(most), positions[place[:, :-1]].flatten(), Stream.ACCEPT, 1)
-    accepted = ((u.view(texts, most) * q_draft < p_draft) & (drafts >= 0)).cumprod(1).sum(1, keepdim=True)
+    u = noise.uniform(key[drafted].flatten(), positions[drafted].flatten(), Stream.ACCEPT, 1).view(texts, most)
+    accepted = ((u * q_draft < p[drafted, known]) & real).cumprod(1).sum(1, keepdim=True)
 
     last = place.gather(1, accepted).squeeze(1)
-    q_last = q.gather(1, accepted.clamp(max=most - 1)[:, :, None].expand(-1, 1, q.shape[2])).squeeze(1)
-    refused = accepted < (drafts >= 0).sum(1, keepdim=True)
-    residual = (p[last] - q_last).clamp_(min=0)
+    refused_at = accepted.clamp(max=most - 1).squeeze(1)
+    residual = (p[last] - q[torch.arange(texts, device=q.device), refused_at]).clamp_(min=0)
     # An empty residual means p = q, where only rounding can refuse a draft: p itself is then the right draw.
-    recovering = refused & (residual.amax(1, keepdim=True) > 0)
-    final = torch.where(recovering, residual.log(), scores[last])
-    token = final.add_(noise.gumbel(seed, positions[last], Stream.TARGET, final.shape[1])).argmax(1, keepdim=True)
-    tokens = torch.cat([known, known.new_zeros(texts, 1)], 1).scatter(1, accepted, token)
+    recovering = (accepted < real.sum(1, keepdim=True)) & (residual.amax(1, keepdim=True) > 0)
+    final = torch.where(recovering, residual.log_(), scores[last])
+    token = final.add_(noise.gumbel(key[last], positions[last], Stream.TARGET, final.shape[1])).argmax(1, keepdim=True)
+    tokens = torch.cat([known, token], 1).scatter_(1, accepted, token)
     return accepted.squeeze(1) + 1, tokens

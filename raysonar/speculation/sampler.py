@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from raysonar.kernels import noise
 from raysonar.kernels.noise import Stream
 from raysonar.step import Floats, Ints, Rule
 
@@ -130,7 +131,7 @@ class _Integers(NamedTuple, Generic[T]):
     top_k: T
     prompt_tokens: T
     min_length: T
-    seed: T
+    noise_key: T
     draft_stream: T
 
 
@@ -222,7 +223,7 @@ def _parameters(records: NDArray[Any], vocab: int) -> tuple[NDArray[np.float32],
         top_k=np.where(records["top_k"] > 0, np.minimum(records["top_k"], vocab), vocab),
         prompt_tokens=records["prompt_tokens"],
         min_length=records["min_length"],
-        seed=records["seed"],
+        noise_key=noise.keys(torch.from_numpy(records["seed"].astype(np.int64))).numpy(),
         draft_stream=np.where(records["rule"] == Rule.COUPLED, Stream.TARGET, Stream.DRAFT),
     )
     return np.stack(floats, 1).astype(np.float32), np.stack(integers, 1).astype(np.int64)

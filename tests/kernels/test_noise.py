@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from support.sampling import p_value
 
-from raysonar.kernels.noise import Stream, gumbel, uniform
+from raysonar.kernels.noise import Stream, gumbel, keys, uniform
 
 WORD = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -55,7 +55,7 @@ def grid(seeds: int, positions: int, stream: int = Stream.TARGET, columns: int =
     """[seeds, positions, columns] of uniforms: seeds and positions 0, 1, 2, ..."""
     seed = torch.arange(seeds).repeat_interleave(positions)
     position = torch.arange(positions).repeat(seeds)
-    return uniform(seed, position, stream, columns).view(seeds, positions, columns)
+    return uniform(keys(seed), position, stream, columns).view(seeds, positions, columns)
 
 
 def test_the_reference_is_splitmix64():
@@ -67,7 +67,7 @@ def test_the_reference_is_splitmix64():
 @settings(max_examples=100, deadline=None)
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**40), st.sampled_from(Stream), st.integers(1, 9))
 def test_values_are_those_of_plain_integer_arithmetic(seed, position, stream, columns):
-    made = uniform(torch.tensor([seed]), torch.tensor([position]), stream, columns)
+    made = uniform(keys(torch.tensor([seed])), torch.tensor([position]), stream, columns)
     assert made[0].tolist() == [float(reference_uniform(seed, position, stream, v)) for v in range(columns)]
 
 
@@ -76,22 +76,22 @@ def test_values_are_those_of_plain_integer_arithmetic(seed, position, stream, co
     [(0, 2.0**-64), (1, 2.0**-63), ((1 << 63) - 1, 1 - 2.0**-24), (1 << 62, 0.5), (1 << 63, 2.0**-64)],
 )
 def test_the_interval_is_open_at_both_ends(bits, value):
-    seed = torch.tensor([seed_for_bits(bits, 17, Stream.ACCEPT)])
-    drawn = uniform(seed, torch.tensor([17]), Stream.ACCEPT, 1)
-    noise = gumbel(seed, torch.tensor([17]), Stream.ACCEPT, 1)
+    key = keys(torch.tensor([seed_for_bits(bits, 17, Stream.ACCEPT)]))
+    drawn = uniform(key, torch.tensor([17]), Stream.ACCEPT, 1)
+    noise = gumbel(key, torch.tensor([17]), Stream.ACCEPT, 1)
     assert drawn.item() == value
     assert 0 < drawn.item() < 1
     assert -2.82 < noise.item() < 44.4
 
 
 def test_a_row_is_the_same_whatever_is_drawn_beside_it():
-    seed, position = torch.tensor([5, -7, 1 << 60]), torch.tensor([0, 3, 100_000])
+    key, position = keys(torch.tensor([5, -7, 1 << 60])), torch.tensor([0, 3, 100_000])
     stream = torch.tensor([Stream.TARGET, Stream.DRAFT, Stream.ACCEPT])
-    together = gumbel(seed, position, stream, 37)
+    together = gumbel(key, position, stream, 37)
     for row in range(3):
-        alone = gumbel(seed[row : row + 1], position[row : row + 1], int(stream[row]), 37)
+        alone = gumbel(key[row : row + 1], position[row : row + 1], int(stream[row]), 37)
         assert torch.equal(together[row : row + 1], alone)
-        assert torch.equal(gumbel(seed[row : row + 1], position[row : row + 1], int(stream[row]), 11), alone[:, :11])
+        assert torch.equal(gumbel(key[row : row + 1], position[row : row + 1], int(stream[row]), 11), alone[:, :11])
 
 
 @pytest.mark.parametrize("axis", ["positions", "seeds", "columns", "both"])
@@ -123,14 +123,14 @@ def test_neighbours_are_independent(neighbour):
 
 
 def test_gumbel_noise_has_its_distribution():
-    noise = gumbel(torch.zeros(DRAWS, dtype=torch.int64), torch.arange(DRAWS), Stream.TARGET, 1)
+    noise = gumbel(keys(torch.zeros(DRAWS, dtype=torch.int64)), torch.arange(DRAWS), Stream.TARGET, 1)
     assert stats.kstest(noise.flatten().double().numpy(), "gumbel_r").pvalue > LEAST
 
 
 def test_the_winners_of_a_large_vocabulary_are_finer_than_a_24_bit_grid():
     """The largest of V Gumbels is Gumbel(log V), and the 200 largest are distinct, as those of a grid are not."""
     rows, vocab = 60, 129_280
-    noise = gumbel(torch.arange(rows), torch.zeros(rows, dtype=torch.int64), Stream.TARGET, vocab)
+    noise = gumbel(keys(torch.arange(rows)), torch.zeros(rows, dtype=torch.int64), Stream.TARGET, vocab)
     best = noise.topk(200).values
     assert stats.kstest(best[:, 0].double().numpy() - np.log(vocab), "gumbel_r").pvalue > 1e-3
     assert (best[:, 1:] < best[:, :-1]).double().mean() > 0.9995
@@ -142,6 +142,6 @@ def test_the_winners_of_a_large_vocabulary_are_finer_than_a_24_bit_grid():
 
 def test_argmax_with_gumbel_noise_draws_from_softmax():
     scores = torch.tensor([2.0, 1.0, 0.0, -1.0, -torch.inf, 0.5])
-    noise = gumbel(torch.arange(DRAWS), torch.zeros(DRAWS, dtype=torch.int64), Stream.TARGET, 6)
+    noise = gumbel(keys(torch.arange(DRAWS)), torch.zeros(DRAWS, dtype=torch.int64), Stream.TARGET, 6)
     counts = torch.bincount((scores + noise).argmax(1), minlength=6)
     assert p_value(counts, scores.double().softmax(0)) > LEAST

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from support.sampling import p_value, records, rule_table, table_of
 from torch import Tensor
 
+from raysonar.kernels import noise
 from raysonar.kernels.noise import Stream
 from raysonar.speculation import acceptance
 from raysonar.speculation.acceptance import accept, choose, propose
@@ -113,8 +114,9 @@ def worst_p_value(texts: Tensor, target: Tensor, positions: int) -> float:
     return min(values)
 
 
-@pytest.mark.parametrize("drafts", [1, 2, 3, 4])
-@pytest.mark.parametrize("kind", DRAFTS)
+@pytest.mark.parametrize(
+    ("kind", "drafts"), [(kind, 4) for kind in DRAFTS] + [("another text's", drafts) for drafts in (1, 2, 3)]
+)
 def test_rejection_emits_the_targets_distribution_at_every_position(kind, drafts):
     table = rule_table(Rule.REJECTION, DRAWS, VOCAB, first_seed=1_000_000 * drafts)
     made = generate(table, TARGET, DRAFTS[kind], drafts, steps=4)
@@ -142,8 +144,10 @@ def test_the_chi_squared_test_sees_noise_that_is_used_twice(shared, monkeypatch)
     assert worst_p_value(made.texts, TARGET, positions=2) < CERTAIN
 
 
-def test_the_chi_squared_test_sees_a_draft_that_is_always_accepted():
-    made = generate(rule_table(Rule.REJECTION, DRAWS, VOCAB), DRAFTS["near-equal"].roll(1, 1), None, drafts=0, steps=2)
+def test_the_chi_squared_test_sees_a_rule_that_accepts_every_possible_draft(monkeypatch):
+    eager = SimpleNamespace(uniform=lambda key, *_: torch.zeros(len(key), 1), gumbel=noise.gumbel)
+    monkeypatch.setattr(acceptance, "noise", eager)
+    made = generate(rule_table(Rule.REJECTION, DRAWS, VOCAB), TARGET, DRAFTS["uniform"], drafts=1, steps=2)
     assert worst_p_value(made.texts, TARGET, positions=2) < CERTAIN
 
 
@@ -157,12 +161,12 @@ def test_a_draft_equal_to_the_target_is_always_accepted(drafts):
 
 def test_coupled_text_does_not_depend_on_the_drafts():
     """For seeded requests: no drafts, good ones, bad ones and random ones give the same text, the target's."""
-    table = rule_table(Rule.COUPLED, DRAWS, VOCAB, first_seed=7)
-    plain = generate(table, TARGET, None, drafts=0, steps=5).texts
+    plain = generate(rule_table(Rule.COUPLED, DRAWS, VOCAB, first_seed=7), TARGET, None, drafts=0, steps=5).texts
     assert worst_p_value(plain, TARGET, positions=5) > LEAST
+    table = rule_table(Rule.COUPLED, 20_000, VOCAB, first_seed=7)
     for draft, drafts in [(None, 1), (None, 4), (DRAFTS["another text's"], 2), (DRAFTS["one-hot"], 3)]:
         made = generate(table, TARGET, draft, drafts, steps=5)
-        assert torch.equal(made.texts[:, :6], plain)
+        assert torch.equal(made.texts[:, :6], plain[:20_000])
         assert 0 < made.accepted[0] < made.drafted[0]
 
 
@@ -302,7 +306,8 @@ def test_a_draft_outside_the_targets_support_is_refused_and_never_drawn():
 def test_a_draft_refused_by_rounding_alone_is_replaced_from_the_target(monkeypatch):
     """p <= q everywhere, by rounding: nothing is left of p - q, and the largest uniform refuses the draft."""
     largest = 1 - 2.0**-24
-    monkeypatch.setattr(acceptance.noise, "uniform", lambda seed, *_: torch.full((len(seed), 1), largest), raising=True)
+    unlucky = SimpleNamespace(uniform=lambda key, *_: torch.full((len(key), 1), largest), gumbel=noise.gumbel)
+    monkeypatch.setattr(acceptance, "noise", unlucky)
     random = torch.Generator().manual_seed(5)
     target = torch.randn(4000, 3, generator=random)
     draft = target + torch.rand(4000, 1, generator=random)
