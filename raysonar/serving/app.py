@@ -19,7 +19,7 @@ _SPARE = 64
 """Requests that Serve lets through beyond `max_ongoing_requests`: probes, and refusals of what is too much."""
 _STREAMS_MAY_LAST_S = 3600.0
 """When a replica is replaced, the streams it serves may take so long to end."""
-_START_ATTEMPTS = 2
+START_ATTEMPTS = 2
 
 
 def build_app(args: Mapping[str, object]) -> Application:
@@ -43,21 +43,24 @@ def model_name(config: ServiceConfig) -> str:
     return config.model_name or config.engine.model.resolve().name
 
 
-def application(config: ServiceConfig) -> Application:
-    """One driver and one ingress."""
+def application(config: ServiceConfig, log_level: str = "INFO") -> Application:
+    """One driver, and one ingress, which logs each request at INFO."""
     engine = _on_device(config.engine)
     common: dict[str, Any] = {
         "max_ongoing_requests": config.max_ongoing_requests + _SPARE,
         "graceful_shutdown_timeout_s": _STREAMS_MAY_LAST_S,
-        "max_constructor_retry_count": _START_ATTEMPTS,
-        "logging_config": LoggingConfig(enable_access_log=False),
+        "graceful_shutdown_wait_loop_s": 0.2,
+        "max_constructor_retry_count": START_ATTEMPTS,
     }
     driver = serve.deployment(
         ray_actor_options={"num_cpus": engine.threads, "num_gpus": int(engine.device.startswith("cuda"))},
-        health_check_timeout_s=4 * STUCK_AFTER_S,
+        health_check_timeout_s=STUCK_AFTER_S,
+        logging_config=LoggingConfig(log_level=log_level, enable_access_log=False),
         **common,
     )(Driver)
-    ingress = serve.deployment(ray_actor_options={"num_cpus": 0}, **common)(Ingress)
+    ingress = serve.deployment(
+        ray_actor_options={"num_cpus": 0}, logging_config=LoggingConfig(log_level=log_level), **common
+    )(Ingress)
     return ingress.bind(
         driver.bind(engine, config.start_timeout_s),
         model_name(config),

@@ -10,16 +10,21 @@ from typing import TYPE_CHECKING
 from raysonar.config import EngineConfig
 from raysonar.driver.outputs import Delta
 from raysonar.driver.params import SamplingParams
+from raysonar.observe.counters import EngineStats
 from raysonar.serving.generation import Batch, Chat, Generation, Prompt, Vocabulary
 from raysonar.serving.problems import Problem, problem_of
 
 if TYPE_CHECKING:
     from raysonar.driver.engine import Engine
 
-STUCK_AFTER_S = 10.0
-"""An engine with work whose loop makes no progress for this long counts as stuck."""
+STUCK_AFTER_S = 60.0
+"""An engine that has been in one step for this long counts as stuck."""
 
-_WARM_UP = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+_BATCHES_PER_S = 1000.0
+"""What the driver sends to all streams together: each batch costs processor time on its way to the client."""
+_LONGEST_PAUSE_S = 0.05
+
+_WARM_UP_TOKENS = 4
 
 logger = logging.getLogger("ray.serve")
 
@@ -34,6 +39,7 @@ class Driver:
             self._engine = starter.submit(_started_engine, config).result(start_timeout_s)
         finally:
             starter.shutdown(wait=False)
+        self._streams = 0
 
     async def stream(self, generation: Generation) -> AsyncGenerator[Batch]:
         """The deltas of all the request's prompts, after an empty batch that says that the request has arrived.
@@ -41,6 +47,7 @@ class Driver:
         Closing it aborts the prompts and frees their slots and pages.
         """
         yield []
+        self._streams += 1
         news: asyncio.Queue[tuple[int, Delta] | Problem | None] = asyncio.Queue()
         pumps = [
             asyncio.create_task(self._pump(news, generation, place, prompt))
@@ -54,12 +61,14 @@ class Driver:
                     ready.append(news.get_nowait())
                 if deltas := [item for item in ready if isinstance(item, tuple)]:
                     yield deltas
+                    await asyncio.sleep(min(_LONGEST_PAUSE_S, self._streams / _BATCHES_PER_S))
                 for item in ready:
                     if isinstance(item, Problem):
                         yield item
                         return
                 running -= ready.count(None)
         finally:
+            self._streams -= 1
             for pump in pumps:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
@@ -90,12 +99,14 @@ class Driver:
         return self._engine.tokenizer.render_chat(list(prompt.messages)) if isinstance(prompt, Chat) else prompt
 
     def vocabulary(self) -> Vocabulary:
-        """Constant as long as the model is."""
-        tokenizer = self._engine.tokenizer
-        return Vocabulary([tokenizer.token_bytes(token) for token in range(self._engine.info.vocab)])
+        """Constant as long as the model is. A model without a tokenizer has its tokens spelt by their ids."""
+        tokenizer, ids = self._engine.tokenizer, range(self._engine.info.vocab)
+        if not tokenizer.available:
+            return Vocabulary([f"token_id:{token}".encode() for token in ids])
+        return Vocabulary([tokenizer.token_bytes(token) for token in ids])
 
-    def stats(self) -> dict[str, object]:
-        """The engine's counters."""
+    def stats(self) -> EngineStats:
+        """The engine's slots, pages and counters."""
         return self._engine.stats()
 
     async def check_health(self) -> None:
@@ -114,5 +125,6 @@ def _started_engine(config: EngineConfig) -> "Engine":
     from raysonar.driver.engine import Engine
 
     engine = Engine(config)
-    engine.generate([[0]], _WARM_UP)
+    tokens = min(_WARM_UP_TOKENS, engine.info.max_model_len - 1)
+    engine.generate([[0]], SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True))
     return engine

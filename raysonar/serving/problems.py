@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
-from raysonar.errors import EngineFailedError, InvalidRequestError
+from raysonar.errors import EngineFailedError, InvalidRequestError, QueueFullError
 
 MAX_BODY_BYTES = 32 << 20
 
@@ -71,13 +71,15 @@ def problem_of(error: BaseException) -> Problem:
     """The answer to any error that ends a request."""
     if isinstance(error, ProblemError):
         return error.problem
+    if isinstance(error, QueueFullError):
+        return unavailable(str(error), "overloaded").problem
     if isinstance(error, InvalidRequestError):
         return Problem(400, str(error), param=error.field)
     if isinstance(error, ValidationError):
         return _of_validation(error)
     if isinstance(error, BackPressureError):
         return unavailable("Too many requests are waiting", "overloaded").problem
-    if isinstance(error, DeploymentUnavailableError | RayActorError | EngineFailedError):
+    if isinstance(error, DeploymentUnavailableError | RayActorError | EngineFailedError | TimeoutError):
         return unavailable("The engine is not available", "engine_unavailable").problem
     return Problem(500, f"The server failed: {type(error).__name__}", "server_error", code="internal_error")
 

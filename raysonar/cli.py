@@ -1,0 +1,284 @@
+"""The command line: `raysonar generate` and `raysonar serve`. Heavy imports wait until a command needs them."""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raysonar import demo
+from raysonar.driver.outputs import Acceptance, Delta
+from raysonar.errors import ConfigurationError, RaysonarError
+
+if TYPE_CHECKING:
+    from raysonar.driver.engine import Engine
+
+INTERRUPTED = 128 + signal.SIGINT
+"""The shell's exit status of a program that Ctrl-C ended."""
+FAILED = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit status; errors are one line on stderr and status 2."""
+    options = _parser().parse_args(arguments)
+    try:
+        options.run(options)
+        sys.stdout.flush()
+    except RaysonarError as error:
+        print(f"raysonar: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader has seen enough; let nothing be flushed into the pipe at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="raysonar", description="Mixture-of-experts models with multi-token-prediction speculation."
+    )
+    parser.add_argument("--version", action="version", version=f"raysonar {version('raysonar')}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    generate = commands.add_parser(
+        "generate",
+        help="answer prompts here and now",
+        description="Answer prompts. The text goes to stdout, figures and errors to stderr.",
+    )
+    generate.set_defaults(run=_generate)
+    generate.add_argument("--model", metavar="FOLDER", help="a Hugging Face folder (default: the bundled demo model)")
+    source = generate.add_argument_group("prompts").add_mutually_exclusive_group()
+    source.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
+    source.add_argument(
+        "--input", metavar="FILE", default="-", help="a file with one prompt a line (default: -, the standard input)"
+    )
+    form = generate.add_mutually_exclusive_group()
+    form.add_argument(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        help="take each prompt as a user's message (default: when the folder has a chat template)",
+    )
+    form.add_argument("--raw", action="store_false", dest="chat", help="the same as --no-chat: continue the prompt")
+    _add_sampling_options(generate)
+    _add_engine_options(generate)
+    generate.add_argument("--json", action="store_true", help="print an object a prompt, then one with the figures")
+
+    serve = commands.add_parser(
+        "serve",
+        help="serve OpenAI's HTTP API",
+        description="Serve OpenAI's HTTP API on Ray Serve until Ctrl-C.",
+    )
+    serve.set_defaults(run=_serve)
+    serve.add_argument("model", nargs="?", metavar="FOLDER", help="a Hugging Face folder (default: the demo model)")
+    serve.add_argument("--host", default="127.0.0.1", help="where to listen (default: %(default)s, this machine only)")
+    serve.add_argument("--port", type=int, default=8000, help="(default: %(default)s)")
+    serve.add_argument("--address", help="of a running Ray cluster (default: start a Ray of its own)")
+    serve.add_argument("--model-name", help="what clients ask for (default: the folder's name)")
+    _add_engine_options(serve)
+    return parser
+
+
+def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-tokens", type=int, default=256, metavar="N", help="(default: %(default)s)")
+    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="(default: 0, the likeliest token)")
+    group.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text")
+    group.add_argument("--top-p", type=float, metavar="P")
+    group.add_argument("--top-k", type=int, metavar="K")
+    group.add_argument("--min-p", type=float, metavar="P")
+    group.add_argument("--presence-penalty", type=float, metavar="X")
+    group.add_argument("--frequency-penalty", type=float, metavar="X")
+    group.add_argument("--repetition-penalty", type=float, metavar="X")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="ends the answer; may be given several times")
+    group.add_argument("--ignore-eos", action="store_true", default=None, help="do not stop at end-of-sequence")
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    group.add_argument("--speculative-tokens", type=int, metavar="K", help="draft tokens a step, 0 to 4 (default: 1)")
+    group.add_argument("--dtype", help="auto, float32, bfloat16 or float16 (default: auto, the checkpoint's)")
+    group.add_argument("--device", help="auto, cpu or cuda (default: auto)")
+    group.add_argument("--threads", type=int, metavar="N", help="CPU threads of the model")
+    group.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer (default: all)")
+    group.add_argument("--max-running", type=int, metavar="N", help="requests that run at once (default: 64)")
+    group.add_argument("--token-budget", type=int, metavar="N", help="tokens a step at the most (default: 1024)")
+
+
+def _given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Those options that were given."""
+    return {name: value for name in names if (value := getattr(options, name)) is not None}
+
+
+def _engine_values(options: argparse.Namespace) -> dict[str, Any]:
+    """EngineConfig's fields."""
+    drafts = options.speculative_tokens
+    return {
+        **_given(options, "model", "dtype", "device", "threads", "max_model_len"),
+        "speculation": {} if drafts is None else {"tokens": drafts},
+        "scheduling": _given(options, "max_running", "token_budget"),
+    }
+
+
+def _serve(options: argparse.Namespace) -> None:
+    from raysonar.config import parse_service_config
+    from raysonar.serving.app import with_demo_model
+    from raysonar.serving.local import Listening, run_service
+
+    values = with_demo_model({**_given(options, "model_name"), "engine": _engine_values(options)})
+    run_service(parse_service_config(values), Listening(options.host, options.port, options.address))
+
+
+def _generate(options: argparse.Namespace) -> None:
+    from raysonar.config import parse_service_config
+    from raysonar.driver.engine import Engine
+    from raysonar.driver.params import SamplingParams
+
+    values = _given(
+        options,
+        *"max_tokens temperature seed top_p top_k min_p presence_penalty frequency_penalty".split(),
+        *"repetition_penalty stop ignore_eos".split(),
+    )
+    params = SamplingParams(**values)
+    config = parse_service_config({"engine": {"model": demo.TARGET, **_engine_values(options)}}).engine
+    prompts = options.prompt or _read_prompts(options.input)
+    with Engine(config) as engine:
+        inputs = _inputs(engine, prompts, options.chat)
+        figures = _Figures()
+        write = _write_json if options.json else _write_text
+        write(prompts, _in_order(figures.of(engine.generate_stream(inputs, params))))
+    if options.json:
+        print(json.dumps({"summary": figures.json()}))
+    else:
+        sys.stdout.flush()
+        print(figures.text(), file=sys.stderr)
+
+
+def _read_prompts(name: str) -> list[str]:
+    """One prompt a line of a file, or of the standard input."""
+    if name == "-" and sys.stdin.isatty():
+        raise ConfigurationError("no prompt: give --prompt TEXT, --input FILE, or prompts on the standard input")
+    try:
+        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"cannot read prompts from {name}: {error}") from error
+    prompts = [line for line in text.splitlines() if line.strip()]
+    if not prompts:
+        raise ConfigurationError(f"no prompt in {'the standard input' if name == '-' else name}")
+    return prompts
+
+
+def _inputs(engine: "Engine", prompts: list[str], chat: bool | None) -> list[str | list[int]]:
+    """What the engine continues: the prompts, or each as a user's message in the chat template."""
+    if chat or (chat is None and engine.tokenizer.has_chat_template):
+        return [engine.tokenizer.render_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
+    return list(prompts)
+
+
+@dataclass
+class _Figures:
+    """Of all prompts together. Times are from when the prompts were handed in, in seconds."""
+
+    first: list[float] = field(default_factory=list)
+    """When each prompt's first token came."""
+    seconds: float = 0.0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    acceptance: Acceptance = Acceptance()
+
+    def of(self, news: Iterator[tuple[int, Delta]]) -> Iterator[tuple[int, Delta]]:
+        """`news` as it is, counted."""
+        began = time.perf_counter()
+        for place, delta in news:
+            self.seconds = time.perf_counter() - began
+            self.completion_tokens += len(delta.token_ids)
+            if delta.prompt_token_ids is not None:
+                self.first.append(self.seconds)
+                self.prompt_tokens += len(delta.prompt_token_ids)
+            self.acceptance += delta.acceptance or Acceptance()
+            yield place, delta
+
+    @property
+    def first_token_seconds(self) -> float:
+        """The mean."""
+        return sum(self.first) / len(self.first)
+
+    def json(self) -> dict[str, object]:
+        """The summary object."""
+        return {
+            "prompts": len(self.first),
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "seconds": self.seconds,
+            "tokens_per_second": self.completion_tokens / self.seconds,
+            "first_token_seconds": self.first_token_seconds,
+            "acceptance": _acceptance_json(self.acceptance),
+        }
+
+    def text(self) -> str:
+        """The summary for people."""
+        rates = ", ".join(f"{rate:.0%} at {place}" for place, rate in enumerate(self.acceptance.rates, 1))
+        return (
+            f"[{self.completion_tokens} tokens in {self.seconds:.2f} s: {self.completion_tokens / self.seconds:.1f} "
+            f"tokens/s; first token after {1000 * self.first_token_seconds:.0f} ms"
+            f"; drafts accepted by position: {rates or 'none were made'}]"
+        )
+
+
+def _acceptance_json(acceptance: Acceptance) -> dict[str, object]:
+    """By position in the draft."""
+    return {"drafted": acceptance.drafted, "accepted": acceptance.accepted, "rates": acceptance.rates}
+
+
+def _in_order(news: Iterator[tuple[int, Delta]]) -> Iterator[tuple[int, Delta]]:
+    """Prompt after prompt: deltas of a later one wait until the earlier ones have finished."""
+    waiting: defaultdict[int, deque[Delta]] = defaultdict(deque)
+    turn = 0
+    for place, fresh in news:
+        waiting[place].append(fresh)
+        while waiting[turn]:
+            delta = waiting[turn].popleft()
+            yield turn, delta
+            turn += delta.finish_reason is not None
+
+
+def _write_text(prompts: list[str], news: Iterator[tuple[int, Delta]]) -> None:
+    """The answer alone; several, each under its prompt."""
+    begun = -1
+    for place, delta in news:
+        if place != begun and len(prompts) > 1:
+            print(f"> {prompts[place]}")
+        begun = place
+        print(delta.text, end="\n" if delta.finish_reason else "", flush=True)
+
+
+def _write_json(prompts: list[str], news: Iterator[tuple[int, Delta]]) -> None:
+    """An object a line for each prompt."""
+    texts: list[str] = []
+    token_ids: list[int] = []
+    opening: Delta | None = None
+    for place, delta in news:
+        opening = opening or delta
+        texts.append(delta.text)
+        token_ids += delta.token_ids
+        if delta.finish_reason is not None:
+            result = {
+                "index": place,
+                "prompt": prompts[place],
+                "text": "".join(texts),
+                "token_ids": token_ids,
+                "finish_reason": delta.finish_reason,
+                "stop_reason": delta.stop_reason,
+                "prompt_tokens": len(opening.prompt_token_ids or ()),
+                "cached_tokens": opening.cached_tokens,
+                "acceptance": _acceptance_json(delta.acceptance or Acceptance()),
+            }
+            print(json.dumps(result, ensure_ascii=False), flush=True)
+            texts, token_ids, opening = [], [], None

@@ -1,0 +1,152 @@
+"""`raysonar serve`: an application on this machine's own Ray, or on a cluster, until it is told to stop."""
+
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+import ray
+from ray import serve
+from ray.serve.schema import ApplicationStatus, LoggingConfig
+
+from raysonar import demo
+from raysonar.config import ServiceConfig
+from raysonar.errors import ConfigurationError, RaysonarError
+from raysonar.serving.app import START_ATTEMPTS, application, model_name
+
+APPLICATION = "raysonar"
+_OBJECT_STORE_BYTES = 256 << 20
+"""Deltas are small and travel beside the object store."""
+_POLL_S = 0.2
+
+
+class ServiceError(RaysonarError, RuntimeError):
+    """The service could not be started."""
+
+
+@dataclass(frozen=True)
+class Listening:
+    """Where to listen, and on which cluster."""
+
+    host: str
+    port: int
+    address: str | None = None
+    """Ray's address; None starts a Ray of its own."""
+
+
+def run_service(config: ServiceConfig, where: Listening) -> None:
+    """Serve until SIGINT or SIGTERM, then end what this call started: Serve, and Ray unless it was there already.
+
+    Raises ConfigurationError and ServiceError when the service cannot start.
+    """
+    if where.address is None:
+        _check_local(config, where)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        _connect(config, where)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has set its own
+        if serve.status().proxies:
+            raise ConfigurationError(f"Serve runs on {where.address} already: use `serve deploy` there")
+        try:
+            _deploy(config, where)
+            _announce(config, where)
+            signal.pause()
+        except KeyboardInterrupt:
+            print("Stopping: running requests may end; once more to cut them off.", file=sys.stderr, flush=True)
+        finally:
+            _stop(where)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        ray.shutdown()  # type: ignore[no-untyped-call]
+
+
+def _stop(where: Listening) -> None:
+    """End the application when its running requests have ended, and Serve with it."""
+    with suppress(TimeoutError):  # Serve waits for a minute
+        serve.delete(APPLICATION)
+    if where.address is not None:
+        serve.shutdown()  # type: ignore[no-untyped-call]
+
+
+def _check_local(config: ServiceConfig, where: Listening) -> None:
+    """Faults that are seen at once, before Ray takes its seconds to start."""
+    if not (config.engine.model / "config.json").is_file():
+        raise ConfigurationError(f"{config.engine.model} is not a model folder: it has no config.json")
+    family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((where.host, where.port))
+        except OSError as error:
+            raise ConfigurationError(f"cannot listen on {where.host}:{where.port}: {error.strerror}") from error
+
+
+def _connect(config: ServiceConfig, where: Listening) -> None:
+    if where.address is not None:
+        try:
+            ray.init(address=where.address, logging_level=logging.WARNING)
+        except ConnectionError as error:
+            raise ConfigurationError(f"there is no Ray at {where.address}: {error}") from error
+        return
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # Ray's own switch: nothing calls home
+    ray.init(
+        address="local",
+        num_cpus=max(len(os.sched_getaffinity(0)), config.engine.threads or 1),
+        object_store_memory=_OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        logging_level=logging.ERROR,
+    )
+
+
+def _deploy(config: ServiceConfig, where: Listening) -> None:
+    """Returns when the model answers."""
+    serve.start(
+        http_options={"host": where.host, "port": where.port}, logging_config=LoggingConfig(log_level="WARNING")
+    )
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    target = serve.RunTarget(application(config), name=APPLICATION, route_prefix="/")
+    serve.run_many([target], wait_for_applications_running=False)
+    deadline = time.monotonic() + START_ATTEMPTS * config.start_timeout_s
+    while (status := serve.status().applications[APPLICATION]).status != ApplicationStatus.RUNNING:
+        messages = [each.message for each in status.deployments.values() if each.message]
+        if status.status == ApplicationStatus.DEPLOY_FAILED:
+            raise ServiceError("the model could not be served: " + _cause(messages or [status.message]))
+        if time.monotonic() > deadline:
+            raise ServiceError("the model was not ready in time: " + _cause(messages or [status.message]))
+        time.sleep(_POLL_S)
+
+
+def _cause(messages: list[str]) -> str:
+    """The error at the end of the tracebacks that Serve reports."""
+    lines = [line.strip() for message in messages for line in message.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("raysonar.errors.")]
+    return errors[-1].partition(": ")[2] if errors else " / ".join(lines[-3:])
+
+
+def _announce(config: ServiceConfig, where: Listening) -> None:
+    name = model_name(config)
+    base = f"http://{f'[{where.host}]' if ':' in where.host else where.host}:{where.port}"
+    local = where.host in ("127.0.0.1", "localhost", "::1")
+    reach = (
+        "this machine only; --host 0.0.0.0 opens it to others" if local else "open to others, without authentication"
+    )
+    if config.engine.model == demo.TARGET:
+        route, question = (
+            "chat/completions",
+            '"messages": [{"role": "user", "content": "What is the capital of France?"}]',
+        )
+    else:
+        route, question = "completions", '"prompt": "The capital of France is"'
+    print(
+        f"Serving {name} at {base}/v1 ({reach}).\n"
+        f"Try it:\n"
+        f"  curl {base}/v1/{route} -H 'Content-Type: application/json' \\\n"
+        f'    -d \'{{"model": "{name}", "temperature": 0, {question}}}\'\n'
+        "Ctrl-C stops it.",
+        flush=True,
+    )
