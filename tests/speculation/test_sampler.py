@@ -19,7 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from raysonar.speculation.sampler import FEW, SamplingTable
+from raysonar.speculation.sampler import SamplingTable
 from raysonar.step import Rule
 
 CPU = torch.device("cpu")
@@ -170,7 +170,7 @@ def test_a_rows_scores_do_not_depend_on_the_rows_beside_it(data):
         assert torch.equal(scores_of([row], vocab)[0], together[i])
 
 
-@pytest.mark.parametrize("top_k", [0, 1, FEW - 1, FEW, FEW + 1, 299])
+@pytest.mark.parametrize("top_k", [0, 1, 128, 299])
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
 def test_truncation_of_a_wide_vocabulary_with_ties(top_k, top_p):
     generator = np.random.default_rng(top_k)
