@@ -1,6 +1,6 @@
 """The routed experts of one layer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 
@@ -11,7 +11,7 @@ from raysonar.kernels.linear import Linear
 class Experts:
     """Gated feed-forward networks, each on the tokens that were routed to it."""
 
-    def __init__(self, gate_up: Sequence[torch.Tensor], down: Sequence[torch.Tensor]) -> None:
+    def __init__(self, gate_up: Iterable[torch.Tensor], down: Iterable[torch.Tensor]) -> None:
         """One entry an expert: gate_up [2 * intermediate, hidden], down [hidden, intermediate]; taken over."""
         self._gate_up = [Linear(weight) for weight in gate_up]
         self._down = [Linear(weight) for weight in down]

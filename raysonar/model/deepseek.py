@@ -25,7 +25,7 @@ class LatentAttention:
 
     def __init__(self, spec: DeepseekSpec, weights: Weights, prefix: str, layer: int) -> None:
         mla = self._mla = spec.mla
-        self._eps, self._layer = spec.eps, layer
+        self._layer = layer
         q_rows = mla.heads * (mla.nope_dim + mla.rope_dim)
         kv_rows = mla.kv_lora_rank + mla.rope_dim
         name = f"{prefix}.self_attn."
@@ -54,10 +54,10 @@ class LatentAttention:
         mla, tokens = self._mla, x.shape[0]
         q, latent, key_rope = self._down(x).split_with_sizes(self._split, -1)
         if self._q_up is not None and self._q_norm is not None:
-            q = self._q_up(rms_norm(q, self._q_norm, self._eps))
+            q = self._q_up(rms_norm(q, self._q_norm, mla.norm_eps))
         q_nope, q_rope = q.view(tokens, mla.heads, -1).split_with_sizes((mla.nope_dim, mla.rope_dim), -1)
         rotated = rotate(torch.cat((q_rope, key_rope[:, None]), 1), rotation)
-        latent = rms_norm(latent, self._kv_norm, self._eps)
+        latent = rms_norm(latent, self._kv_norm, mla.norm_eps)
         cache.write(self._layer, batch.entries, torch.cat((latent, rotated[:, -1]), -1)[:, None])
         absorbed = torch.bmm(q_nope.transpose(0, 1), self._key_up).transpose(0, 1)
         out = paged_attention(
@@ -101,13 +101,12 @@ class Moe:
             norm_topk_prob=spec.norm_topk_prob,
             routed_scaling_factor=spec.routed_scaling_factor,
         )
-        gate_up, down = [], []
-        for expert in range(spec.experts):
-            name = f"{prefix}.experts.{expert}."
-            parts = [(f"{name}gate_proj.weight", spec.intermediate), (f"{name}up_proj.weight", spec.intermediate)]
-            gate_up.append(weights.stacked(parts, hidden))
-            down.append(weights.tensor(f"{name}down_proj.weight", hidden, spec.intermediate))
-        self._experts = Experts(gate_up, down)
+        names = [f"{prefix}.experts.{expert}." for expert in range(spec.experts)]
+        rows = spec.intermediate
+        self._experts = Experts(  # read one by one: a layer's experts are never held twice, plain and packed
+            (weights.stacked([(f"{n}gate_proj.weight", rows), (f"{n}up_proj.weight", rows)], hidden) for n in names),
+            (weights.tensor(f"{n}down_proj.weight", hidden, rows) for n in names),
+        )
         shared = spec.shared_experts * spec.intermediate
         self._shared = Mlp(hidden, shared, weights, f"{prefix}.shared_experts") if shared else None
 

@@ -49,9 +49,12 @@ def load_model(
             "use 0 speculative tokens, or a model that has one (DeepSeek V3, R1)"
         )
     positions = max_positions or spec.max_positions
-    with torch.inference_mode(), CheckpointReader(folder, progress=progress) as reader:
+    with torch.inference_mode(), CheckpointReader(folder, dtype=dtype, progress=progress) as reader:
         weights = Weights(reader, dtype=dtype, device=device)
-        if not isinstance(spec, DeepseekSpec):
-            return LoadedModel(load_llama(spec, weights, max_positions=positions), None)
-        target = load_deepseek(spec, weights, max_positions=positions)
-        return LoadedModel(target, MtpModule(target, spec, weights) if mtp else None)
+        if isinstance(spec, DeepseekSpec):
+            target = load_deepseek(spec, weights, max_positions=positions)
+            module = MtpModule(target, spec, weights) if mtp else None
+        else:
+            target, module = load_llama(spec, weights, max_positions=positions), None
+        reader.finish()
+    return LoadedModel(target, module)

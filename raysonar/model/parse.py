@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
 from raysonar.errors import ModelFolderError
+from raysonar.model.rope import yarn_mscale
 from raysonar.model.spec import DeepseekSpec, LlamaSpec, MlaSpec, ModelSpec, MoeSpec, RopeSpec
 
 _log = logging.getLogger(__name__)
@@ -235,11 +236,6 @@ def _mtp_modules(config: ConfigReader) -> int:
     """`num_nextn_predict_layers` in published files; transformers' class names it `num_mtp_layers`."""
     key = "num_mtp_layers" if config.has("num_mtp_layers") else "num_nextn_predict_layers"
     return config.optional_integer(key, 1, least=0) or 0
-
-
-def yarn_mscale(factor: float, mscale: float) -> float:
-    """YaRN's attention temperature (2309.00071, section 3.4), as DeepSeek's code generalises it."""
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def parse_rope(config: ConfigReader, dim: int, max_positions: int) -> RopeSpec:

@@ -41,6 +41,8 @@ class MlaSpec:
     """(nope_dim + rope_dim)^-0.5, times YaRN's mscale(factor, mscale_all_dim)^2 where that applies."""
     interleaved: bool = True
     """RoPE pairs are (2i, 2i+1) in the checkpoint; False: (i, i + dim/2)."""
+    norm_eps: float = 1e-6
+    """Of the norms of both latents, which do not follow rms_norm_eps in DeepSeek's code, nor in transformers."""
 
 
 @dataclass(frozen=True, kw_only=True)

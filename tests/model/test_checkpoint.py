@@ -15,6 +15,7 @@ from support.checkpoints import (
     read_weights,
     write_weights,
 )
+from support.memory import anonymous_bytes
 
 from raysonar.errors import ModelFolderError
 from raysonar.model.checkpoint import CheckpointReader
@@ -106,11 +107,6 @@ def test_what_is_not_fp8_is_a_view_of_the_file_and_outlives_the_reader(tmp_path)
         read = reader.read("big", (64, 1 << 18))
     assert float(read.sum()) == big.numel()
     assert anonymous_bytes() - before < big.nbytes // 8
-
-
-def anonymous_bytes():
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
 
 
 def test_progress_counts_every_byte_once_on_standard_error(tmp_path, capfd):

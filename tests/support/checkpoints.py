@@ -216,13 +216,10 @@ def random_tensors(architecture: type[PreTrainedModel], config: PreTrainedConfig
         model = architecture(config)
     generator = torch.Generator().manual_seed(seed)
     state = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith("inv_freq")}
+    values = {name: _random(name, state[name].shape, generator) for name in sorted(state)}
     if config.tie_word_embeddings:
-        del state["lm_head.weight"]
-    return {
-        public: value
-        for name in sorted(state)
-        for public, value in _per_expert(name, _random(name, state[name].shape, generator))
-    }
+        values["model.embed_tokens.weight"] = values.pop("lm_head.weight")
+    return {public: value for name in values for public, value in _per_expert(name, values[name])}
 
 
 _WRITING = {"seed", "dtype", "fp8", "shards", "old_config", "tokenizer"}
@@ -285,7 +282,7 @@ def _mtp_tensors(config: DeepseekV3Config, module: int, main: Tensors, seed: int
 def _quantised(tensors: Tensors, scales: Scales) -> Iterator[tuple[str, torch.Tensor]]:
     """The attention's and the MLPs' matrices in e4m3 with a scale per block; what DeepSeek leaves alone, as it is."""
     for name, tensor in tensors.items():
-        linear = name.endswith("_proj.weight") or name.endswith("kv_a_proj_with_mqa.weight")
+        linear = name.endswith(("_proj.weight", "kv_a_proj_with_mqa.weight"))
         if not linear or name.endswith("eh_proj.weight"):
             yield name, tensor
             continue
