@@ -43,8 +43,8 @@ def model_name(config: ServiceConfig) -> str:
     return config.model_name or config.engine.model.resolve().name
 
 
-def application(config: ServiceConfig, log_level: str = "INFO") -> Application:
-    """One driver, and one ingress, which logs each request at INFO."""
+def application(config: ServiceConfig) -> Application:
+    """One driver, and one ingress, which logs each request."""
     engine = _on_device(config.engine)
     common: dict[str, Any] = {
         "max_ongoing_requests": config.max_ongoing_requests + _SPARE,
@@ -55,12 +55,10 @@ def application(config: ServiceConfig, log_level: str = "INFO") -> Application:
     driver = serve.deployment(
         ray_actor_options={"num_cpus": engine.threads, "num_gpus": int(engine.device.startswith("cuda"))},
         health_check_timeout_s=STUCK_AFTER_S,
-        logging_config=LoggingConfig(log_level=log_level, enable_access_log=False),
+        logging_config=LoggingConfig(enable_access_log=False),
         **common,
     )(Driver)
-    ingress = serve.deployment(
-        ray_actor_options={"num_cpus": 0}, logging_config=LoggingConfig(log_level=log_level), **common
-    )(Ingress)
+    ingress = serve.deployment(ray_actor_options={"num_cpus": 0}, **common)(Ingress)
     return ingress.bind(
         driver.bind(engine, config.start_timeout_s),
         model_name(config),

@@ -1,0 +1,63 @@
+"""One Ray and one Serve for all tests of the service, serving a tiny random model over HTTP."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import ray
+from ray import serve
+from support.checkpoints import make_deepseek_v3
+from support.service import APPLICATION, MAX_ONGOING, MAX_WAITING, MODEL, SLOTS, Service, free_port
+
+from raysonar import Engine
+from raysonar.serving.app import build_app
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random DeepSeek-V3 with an MTP module, in fp32; 512 positions."""
+    return make_deepseek_v3(tmp_path_factory.mktemp("serving") / MODEL, mtp=1)
+
+
+@pytest.fixture(scope="session")
+def engine(folder: Path) -> Iterator[Engine]:
+    """The same model in this process: what the service must agree with."""
+    with Engine.from_folder(folder, threads=1, max_running=SLOTS) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def service(folder: Path) -> Iterator[Service]:
+    os.environ.update(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
+    port = free_port()
+    ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=128 << 20, log_to_driver=False)
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        args = {
+            "engine": {
+                "model": str(folder),
+                "scheduling": {"max_running": SLOTS, "max_waiting": MAX_WAITING},
+            },
+            "max_ongoing_requests": MAX_ONGOING,
+        }
+        serve.run(build_app(args), name=APPLICATION)
+        yield Service(f"http://127.0.0.1:{port}")
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+@pytest.fixture
+def http(service: Service) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=service.url, timeout=60.0) as client:
+        yield client
+
+
+@pytest.fixture
+def client(service: Service) -> Iterator[openai.OpenAI]:
+    """OpenAI's client, unchanged."""
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="any", max_retries=0, timeout=60.0) as client:
+        yield client

@@ -1,0 +1,49 @@
+"""A service that runs for the tests, and how to look into it."""
+
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ray import serve
+
+from raysonar.observe.counters import EngineStats
+
+APPLICATION = "raysonar"
+MODEL = "tiny"
+SLOTS = 4
+MAX_WAITING = 64
+MAX_ONGOING = 16
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@dataclass(frozen=True)
+class Service:
+    """A running service."""
+
+    url: str
+
+    def driver(self, method: str) -> Any:
+        """Call a method of the driver deployment."""
+        return getattr(serve.get_deployment_handle("Driver", APPLICATION), method).remote().result(timeout_s=30)
+
+    def stats(self) -> EngineStats:
+        return self.driver("stats")
+
+    def wait_until(self, holds: Callable[[EngineStats], bool], timeout_s: float = 30.0) -> EngineStats:
+        """Poll the engine's stats until `holds` says so."""
+        deadline = time.monotonic() + timeout_s
+        while not holds(stats := self.stats()):
+            assert time.monotonic() < deadline, f"still {stats}"
+        return stats
+
+    def wait_until_idle(self) -> EngineStats:
+        """Until no request runs or waits and no page is referenced."""
+        return self.wait_until(lambda stats: not (stats.running or stats.waiting or stats.pages_referenced))
