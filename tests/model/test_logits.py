@@ -12,7 +12,9 @@ from support.checkpoints import (
     make_deepseek_v2,
     make_deepseek_v3,
     make_llama,
+    read_weights,
     reference_model,
+    write_weights,
 )
 from support.forward import PagedRun, run_in_chunks
 from support.grid import pairwise
@@ -114,6 +116,16 @@ def named(case):
 def test_deepseek_v3(tmp_path, case):
     groups, top_groups = case.pop("groups")
     assert_equal_logits(make_deepseek_v3(tmp_path, n_group=groups, topk_group=top_groups, tokenizer=False, **case))
+
+
+def test_experts_of_rejected_groups_stay_out_where_every_biased_score_is_negative(tmp_path):
+    """They are masked with -inf: zeros in their place would win. (Older versions of transformers filled in zeros.)"""
+    folder = make_deepseek_v3(tmp_path, first_k_dense_replace=0)
+    tensors = read_weights(folder)
+    biases = {name: bias - 3.0 for name, bias in tensors.items() if name.endswith("e_score_correction_bias")}
+    assert len(biases) == 3
+    write_weights(folder, tensors | biases)
+    assert_equal_logits(folder)
 
 
 @pytest.mark.parametrize("case", V2, ids=named)
