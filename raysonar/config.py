@@ -60,7 +60,7 @@ class EngineConfig(_Frozen):
     model: Path
     """A Hugging Face folder: config.json, safetensors, tokenizer."""
     dtype: DType = "auto"
-    """"auto" is the checkpoint's own (bfloat16 for fp8 checkpoints)."""
+    """"auto" is the checkpoint's own (bfloat16 for fp8 checkpoints); float32 on a CPU for checkpoints up to 64 MiB."""
     device: str = "auto"
     """"auto" is "cuda" where there is one, else "cpu"."""
     threads: Annotated[int, Field(ge=1)] | None = None

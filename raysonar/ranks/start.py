@@ -15,13 +15,18 @@ from raysonar.ranks.slots import SlotTable
 from raysonar.speculation.mtp import MtpDraft
 from raysonar.speculation.sampler import SamplingTable
 
+SMALL_CHECKPOINT = 64 << 20
+"""Bytes up to which dtype "auto" is float32 on a CPU: a small bf16 matrix product costs oneDNN 10 us more than it takes
+in fp32. Measured on the demo model: a decode step of 2.9 ms in fp32, of 4.4 ms in bf16."""
+
 
 def start_rank(config: EngineConfig, *, progress: bool = False) -> tuple[InProcessChannel, RankInfo]:
     """Load everything that one rank needs; raises ConfigurationError or ModelFolderError when it cannot work."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     folder = open_folder(config.model)
-    device, dtype = _device(config), _dtype(config, folder)
+    device = _device(config)
+    dtype = _dtype(config, folder, device)
     max_model_len = _max_model_len(config, folder)
     k, slots = config.speculation.tokens, config.scheduling.max_running
     model = load_model(folder, dtype=dtype, device=device, mtp=k > 0, max_positions=max_model_len, progress=progress)
@@ -72,9 +77,10 @@ def _device(config: EngineConfig) -> torch.device:
     return device
 
 
-def _dtype(config: EngineConfig, folder: ModelFolder) -> torch.dtype:
+def _dtype(config: EngineConfig, folder: ModelFolder, device: torch.device) -> torch.dtype:
     if config.dtype == "auto":
-        return folder.checkpoint_dtype
+        size = sum(file.stat().st_size for file in folder.path.glob("*.safetensors"))
+        return torch.float32 if device.type == "cpu" and size <= SMALL_CHECKPOINT else folder.checkpoint_dtype
     dtype = getattr(torch, config.dtype)
     assert isinstance(dtype, torch.dtype)
     return dtype
