@@ -79,7 +79,7 @@ print(len(levels), levels[-1] - levels[0], max(levels) - levels[0])
 
 
 def test_loading_holds_the_weights_once(tmp_path):
-    """Anonymous memory: the model's own copy, and holes that repacking leaves in the heap; the files are only mapped."""
+    """Anonymous memory: the model's own copy, and holes that repacking leaves in the heap; files are only mapped."""
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 256, "n_routed_experts": 16}
     folder = make_deepseek_v3(tmp_path, shards=3, num_hidden_layers=4, tokenizer=False, **sizes)
     total = sum(stored.bytes for stored in open_folder(folder).tensors.values())
