@@ -20,8 +20,8 @@ class Collector:
             completions=[Completion(index, logprobs=[] if logprobs else None) for index in range(request.params.n)],
         )
 
-    def add(self, delta: Delta, moment: float) -> None:
-        """Take in the next delta, which came at `moment` (time.perf_counter)."""
+    def add(self, delta: Delta) -> None:
+        """Take in the next delta, as it comes."""
         result, completion = self._result, self._result.completions[delta.index]
         self._texts[delta.index].append(delta.text)
         completion.token_ids += delta.token_ids
@@ -29,12 +29,12 @@ class Collector:
             completion.logprobs += delta.logprobs or []
         if delta.prompt_token_ids is not None:
             result.prompt_logprobs, result.cached_tokens = delta.prompt_logprobs, delta.cached_tokens
-            result.first_token_seconds = moment - self._began
+            result.first_token_seconds = time.perf_counter() - self._began
         if delta.finish_reason is not None:
             completion.text = "".join(self._texts[delta.index])
             completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
             result.acceptance += delta.acceptance or Acceptance()
-            result.seconds = moment - self._began
+            result.seconds = time.perf_counter() - self._began
 
     def result(self) -> GenerationResult:
         """The result, once every answer has finished."""

@@ -3,11 +3,10 @@
 import asyncio
 import queue
 import threading
-import time
 import uuid
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from os import PathLike
 from types import TracebackType
 from typing import Any, Self
@@ -32,6 +31,7 @@ from raysonar.ranks.start import start_rank
 
 Prompt = str | Sequence[int]
 """A text, or token ids."""
+_News = queue.SimpleQueue[tuple[int, Delta | RaysonarError]]
 StartRank = Callable[[EngineConfig], tuple[StepChannel, RankInfo]]
 
 
@@ -148,27 +148,26 @@ class Engine:
 
         Raises InvalidRequestError before anything is queued, EngineFailedError when the engine fails.
         """
-        collectors: list[Collector] = []
-
-        def collect(requests: list[Request]) -> None:
-            collectors.extend(Collector(request) for request in requests)
-
-        for position, delta, moment in self._news(prompts, params, collect):
-            collectors[position].add(delta, moment)
+        requests, news = self._requests(prompts, params)
+        collectors = [Collector(request) for request in requests]
+        for position, delta in self._news(requests, news):
+            collectors[position].add(delta)
         return [collector.result() for collector in collectors]
 
     def generate_stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> Iterator[tuple[int, Delta]]:
-        """As `generate`, but deltas as they come, each with its prompt's position. Closing it aborts what is open."""
-        for position, delta, _ in self._news(prompts, params, lambda requests: None):
-            yield position, delta
+    ) -> Generator[tuple[int, Delta]]:
+        """As `generate`, but deltas as they come, each with its prompt's position; closing it aborts what is open.
+
+        Raises InvalidRequestError here, before anything is queued; the requests are queued with the first `next`.
+        """
+        return self._news(*self._requests(prompts, params))
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
-    ) -> AsyncGenerator[Delta, None]:
+    ) -> AsyncGenerator[Delta]:
         """Deltas of one request. Closing or cancelling it aborts the request: slot and pages are free at once.
 
         Raises InvalidRequestError here, before anything is queued; the request is queued with the first `anext`.
@@ -202,37 +201,35 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _news(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        queued: Callable[[list[Request]], None],
-    ) -> Iterator[tuple[int, Delta, float]]:
-        """(prompt's position, delta, moment it came) until all are finished; `queued` is told the requests first."""
+    def _requests(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> tuple[list[Request], _News]:
+        """Checked requests, and the queue that their news will come to."""
         self._loop.check_running()
-        news: queue.SimpleQueue[tuple[int, Delta | RaysonarError, float]] = queue.SimpleQueue()
+        news: _News = queue.SimpleQueue()
 
         def sink(position: int) -> Sink:
-            return lambda item: news.put((position, item, time.perf_counter()))
+            return lambda item: news.put((position, item))
 
         pairs = _pair(prompts, params)
-        requests = [self._request(prompt, each, sink(at)) for at, (prompt, each) in enumerate(pairs)]
-        queued(requests)
+        return [self._request(prompt, each, sink(at)) for at, (prompt, each) in enumerate(pairs)], news
+
+    def _news(self, requests: list[Request], news: _News) -> Generator[tuple[int, Delta]]:
+        """Queue requests: (prompt's position, delta) until all are finished."""
         self._loop.submit(requests)
         open_answers = sum(len(request.answers) for request in requests)
         try:
             while open_answers:
-                position, item, moment = news.get()  # the loop's last act is to tell every open request
+                position, item = news.get()  # comes without fail: the loop's last act is to tell every open request
                 if isinstance(item, RaysonarError):
                     raise item
                 open_answers -= item.finish_reason is not None
-                yield position, item, moment
+                yield position, item
         finally:
-            if open_answers:
-                for request in requests:
-                    self._loop.abort(request.id)
+            for request in requests:
+                self._loop.drop(request)
 
-    async def _stream(self, request: Request, mailbox: "_Mailbox") -> AsyncGenerator[Delta, None]:
+    async def _stream(self, request: Request, mailbox: "_Mailbox") -> AsyncGenerator[Delta]:
         mailbox.open()
         self._loop.submit([request])
         open_answers = len(request.answers)
@@ -244,7 +241,7 @@ class Engine:
                     open_answers -= item.finish_reason is not None
                     yield item
         finally:
-            self._loop.abort(request.id)
+            self._loop.drop(request)
 
     def _request(self, prompt: Prompt, params: SamplingParams, sink: Sink, request_id: str | None = None) -> Request:
         if not self.tokenizer.available and params.stop:

@@ -92,11 +92,16 @@ class EngineLoop:
         """
         with self._changed:
             request = self._requests.get(request_id)
-            if request is None:
-                return False
-            self._scheduler.counters.aborted += 1
-            self._cut_off(request)
-            return True
+            if request is not None:
+                self.drop(request)
+            return request is not None
+
+    def drop(self, request: Request) -> None:
+        """As `abort`; does nothing for a request that is not open."""
+        with self._changed:
+            if self._requests.get(request.id) is request:
+                self._scheduler.counters.aborted += 1
+                self._cut_off(request)
 
     def stats(self) -> EngineStats:
         """The engine now."""
@@ -131,11 +136,11 @@ class EngineLoop:
             raise EngineFailedError("the engine is closed")
 
     def check_health(self, deadline: float) -> None:
-        """Raises EngineFailedError when the loop has ended, or has waited for one step for over `deadline` seconds."""
+        """Raises EngineFailedError when the loop has ended, or is at one step for more than `deadline` seconds."""
         self.check_running()
         since = self._busy_since
         if since is not None and (silent := time.monotonic() - since) > deadline:
-            raise EngineFailedError(f"a step has been running for {silent:.1f} s; healthy is at most {deadline:.1f} s")
+            raise EngineFailedError(f"the engine has been at one step for {silent:.1f} s, over {deadline:.1f} s: stuck")
 
     def close(self) -> None:
         """End the loop and the channel; open requests end with EngineFailedError. May be called again."""
@@ -151,10 +156,12 @@ class EngineLoop:
         failure: BaseException | None = None
         try:
             while self._await_work():
+                self._busy_since = time.monotonic()
                 self._send_plans()
                 result = self._receive()
                 if result is not None:
                     self._take_in(result)
+                self._busy_since = None
         except BaseException as error:  # whatever ends the loop must reach those who wait
             cause = error.__cause__ if isinstance(error, EngineFailedError) and error.__cause__ else error
             logger.error("the engine has failed", exc_info=cause)
@@ -179,7 +186,6 @@ class EngineLoop:
                 break
             self._sent.append(time.perf_counter() - began)
             self._channel.send(plan.pack())
-            self._busy_since = self._busy_since or time.monotonic()
 
     def _receive(self) -> StepResult | None:
         """The oldest outstanding result; None when no step is outstanding or the engine is being closed."""
@@ -198,7 +204,6 @@ class EngineLoop:
 
     def _take_in(self, result: StepResult) -> None:
         plan_seconds = self._sent.popleft()
-        self._busy_since = time.monotonic() if self._sent else None
         with self._changed:
             step = self._scheduler.commit(result)
             logprobs = ResultLogprobs(result)

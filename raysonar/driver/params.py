@@ -1,12 +1,14 @@
 """SamplingParams: what a request asks of sampling, validated when made."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from raysonar.errors import InvalidRequestError
 
 MAX_LOGPROBS = 100
+SMALLEST_TEMPERATURE = 1e-5
+"""Below, decoding is greedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +46,14 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        stop = (self.stop,) if isinstance(self.stop, str) else self._collection("stop", "strings")
+        object.__setattr__(self, "stop", tuple(stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self._collection("stop_token_ids", "token ids")))
+        if not isinstance(self.logit_bias, Mapping):
+            message = f"logit_bias must map token ids to numbers, got {self.logit_bias!r}"
+            raise InvalidRequestError(message, "logit_bias")
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
-        object.__setattr__(self, "top_k", max(self.top_k, 0) if self.top_k == -1 else self.top_k)
+        object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         self._check_range("n", 1, 128)
         self._check_range("temperature", 0.0, 100.0)
         self._check_range("top_p", 0.0, 1.0, above=True)
@@ -77,14 +83,21 @@ class SamplingParams:
             words = f"above {low} and at most {high}" if above else f"from {low} to {high}"
             raise InvalidRequestError(f"{name} must be {words}, got {value!r}", name)
 
+    def _collection(self, name: str, contents: str) -> Sequence[object]:
+        value = getattr(self, name)
+        if isinstance(value, str) or not isinstance(value, Sequence | Set):
+            raise InvalidRequestError(f"{name} must be a list of {contents}, got {value!r}", name)
+        return list(value)
+
     def _check_contents(self) -> None:
         if any(not isinstance(text, str) or not text for text in self.stop):
             raise InvalidRequestError(f"stop must be non-empty strings, got {self.stop!r}", "stop")
-        if any(not isinstance(t, int) or t < 0 for t in self.stop_token_ids):
+        if not all(_is_token(token) for token in self.stop_token_ids):
             message = f"stop_token_ids must be token ids, got {self.stop_token_ids!r}"
             raise InvalidRequestError(message, "stop_token_ids")
         for token, bias in self.logit_bias.items():
-            if not isinstance(token, int) or not -100 <= bias <= 100:
+            number = isinstance(bias, int | float) and not isinstance(bias, bool)
+            if not _is_token(token) or not number or not -100 <= bias <= 100:
                 raise InvalidRequestError(
                     f"logit_bias must map token ids to numbers from -100 to 100, got {token!r}: {bias!r}", "logit_bias"
                 )
@@ -95,5 +108,9 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is always chosen."""
-        return self.temperature == 0
+        """Whether the likeliest token is always chosen: at temperature 0, or so near that logits divided overflow."""
+        return self.temperature < SMALLEST_TEMPERATURE
+
+
+def _is_token(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -1,5 +1,9 @@
 """The scheduler against a rank that checks every plan: whatever happens, every answer says what it must."""
 
+import time
+
+import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -7,6 +11,7 @@ from support.fake_rank import rank_info
 from support.planning import Bench
 
 from raysonar.driver.request import Answer
+from raysonar.step import StepResult
 
 PROMPTS = st.one_of(
     st.lists(st.integers(0, 12), min_size=1, max_size=30),
@@ -75,6 +80,151 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=80, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestSchedulerMachine = SchedulerMachine.TestCase
+
+
+@pytest.mark.parametrize("plans_in_flight", [1, 2, 3])
+@pytest.mark.parametrize("k", range(5))
+def test_answers_stop_at_their_limit_at_every_offset(k, plans_in_flight):
+    """Exactly max_tokens tokens, whether the limit is max_tokens' or the model's; the rank checks every page."""
+    for tokens in range(1, 13):
+        info = rank_info(pages=8, page_size=4, slots=2, max_model_len=17, k=k)
+        bench = Bench(info, plans_in_flight=plans_in_flight)
+        short = bench.add([3, 1, 4, 1], max_tokens=tokens)
+        to_the_end = bench.add([2] * (17 - tokens))
+        bench.drain()
+        assert [len(bench.said[short]), len(bench.said[to_the_end])] == [tokens, tokens]
+        bench.check_text(short)
+        bench.check_text(to_the_end)
+
+
+@pytest.mark.parametrize("plans_in_flight", [1, 2, 3])
+def test_preempted_answers_say_the_same_and_the_earliest_is_never_preempted(plans_in_flight):
+    info = rank_info(pages=20, page_size=2, slots=6, max_model_len=41, k=3)
+    bench = Bench(info, plans_in_flight=plans_in_flight)
+    answers = [bench.add([number], max_tokens=35) for number in range(6)]
+    bench.drain()
+    assert bench.scheduler.counters.preemptions > 0
+    assert answers[0].admissions == 1
+    assert max(answer.admissions for answer in answers) > 1
+    for answer in answers:
+        assert len(bench.said[answer]) == 35
+        bench.check_text(answer)
+    assert bench.scheduler.pages.free == 20
+
+
+def test_a_preempted_answer_finds_its_own_pages_again():
+    bench = Bench(rank_info(pages=16, page_size=2, slots=2, max_model_len=33, k=0))
+    bench.add([1], max_tokens=25)
+    bench.add([2], max_tokens=25)
+    bench.drain()
+    assert bench.scheduler.counters.preemptions > 0
+    assert bench.scheduler.counters.prefix_hit_tokens > 0
+
+
+def test_an_answer_that_needs_every_page_gets_them():
+    bench = Bench(rank_info(pages=8, page_size=4, slots=2, max_model_len=96, k=4), plans_in_flight=2)
+    assert bench.limits.tokens == 33
+    answer = bench.add([1, 2, 3])
+    bench.drain()
+    assert len(bench.said[answer]) == 30
+
+
+def test_decode_rows_come_first_and_prompts_fill_the_rest_of_the_budget():
+    bench = Bench(rank_info(pages=64, page_size=4, slots=4, k=1), token_budget=10)
+    bench.add([1, 2, 3], max_tokens=40)
+    bench.add([4, 5], max_tokens=40)
+    bench.plan()
+    bench.run_one()
+    bench.add(list(range(12)), max_tokens=4)
+    bench.plan()
+    plan = bench.plans[0]
+    assert plan.row_drafts.tolist() == [1, 1, 0], "a mixed batch speculates too"
+    assert plan.row_tokens.tolist() == [2, 2, 6]
+    assert plan.row_samples.tolist() == [True, True, False]
+    bench.run_one()
+    bench.plan()
+    assert bench.plans[0].row_tokens.tolist() == [2, 2, 6]
+    assert bench.plans[0].row_samples.all()
+    bench.drain()
+
+
+def test_drafts_give_way_when_the_budget_is_short_of_decode_rows():
+    bench = Bench(rank_info(pages=64, page_size=4, slots=4, k=4), token_budget=5)
+    answers = [bench.add([number], max_tokens=10) for number in range(4)]
+    bench.plan()
+    bench.run_one()
+    bench.plan()
+    assert bench.plans[0].row_tokens.tolist() == [1, 1, 1, 1]
+    bench.drain()
+    for answer in answers:
+        bench.check_text(answer)
+
+
+def test_answers_are_admitted_in_the_order_they_arrived():
+    bench = Bench(rank_info(pages=8, page_size=4, slots=8, max_model_len=33, k=1))
+    large = bench.add([1] * 20, max_tokens=2)
+    larger = bench.add([2] * 20, max_tokens=2)
+    small = bench.add([3], max_tokens=2)
+    bench.plan()
+    assert large.slot >= 0
+    assert larger.slot == small.slot == -1, "the small one does not overtake"
+    bench.drain()
+
+
+def test_a_plan_ahead_waits_for_a_result_that_may_end_an_answer():
+    bench = Bench(rank_info(k=1), plans_in_flight=3)
+    bench.add([1, 2], max_tokens=3)
+    assert bench.plan()
+    assert bench.plan(), "one token is certain after the prompt's step; two more may come"
+    assert bench.plans[1].row_drafts.tolist() == [1]
+    assert not bench.plan(), "the answer may be finished by then"
+    bench.drain()
+
+
+def test_a_finished_answers_steps_in_flight_are_void_and_its_slot_can_be_used_at_once():
+    bench = Bench(rank_info(pages=24, page_size=1, slots=1, max_model_len=24, k=2), plans_in_flight=2)
+    first = bench.add([1, 2, 3], max_tokens=15)
+    bench.plan()
+    bench.plan()
+    bench.finish(first)
+    assert bench.scheduler.pages.free == 24
+    second = bench.add([4, 5], max_tokens=15)
+    bench.drain()
+    assert bench.said[first] == []
+    assert len(bench.said[second]) == 15
+    bench.check_text(second)
+
+
+def test_a_planner_call_for_256_running_rows_takes_under_a_millisecond():
+    info = rank_info(pages=256 * 20, page_size=16, slots=256, max_model_len=320, k=1)
+    bench = Bench(info, token_budget=4096)
+    for number in range(256):
+        bench.add([number % 13, number // 13 % 13], max_tokens=300)
+    times = []
+    for _ in range(40):
+        began = time.perf_counter()
+        plan = bench.scheduler.schedule()
+        times.append(time.perf_counter() - began)
+        assert plan is not None
+        count = np.where(plan.row_drafts > 0, 2, 1).astype(np.int32)
+        tokens = np.ones((256, 2), np.int32)
+        bench.scheduler.commit(StepResult(number=plan.number, count=count, tokens=tokens))
+    assert len(plan.row_slot) == 256
+    assert sorted(times)[len(times) // 2] < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("number", "count"), [(7, [1]), (0, [2]), (0, [0]), (0, [1, 1])], ids=["number", "many", "few", "rows"]
+)
+def test_a_result_that_is_not_the_plans_is_refused(number, count):
+    bench = Bench(rank_info())
+    bench.add([1, 2], max_tokens=4)
+    bench.plan()
+    result = StepResult(
+        number=np.array([number]), count=np.array(count, np.int32), tokens=np.zeros((len(count), 3), np.int32)
+    )
+    with pytest.raises(ValueError, match="step"):
+        bench.scheduler.commit(result)

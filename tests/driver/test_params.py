@@ -1,0 +1,65 @@
+"""SamplingParams refuse what cannot be honoured, naming the field."""
+
+import math
+
+import pytest
+
+from raysonar.driver.params import SamplingParams
+from raysonar.errors import InvalidRequestError
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 0),
+        ("n", 1.5),
+        ("n", True),
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", "hot"),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("min_p", 1.5),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", -2.5),
+        ("repetition_penalty", 0.0),
+        ("logit_bias", {3: 101}),
+        ("logit_bias", {3: math.nan}),
+        ("logit_bias", {3: "much"}),
+        ("logit_bias", {"three": 1}),
+        ("logit_bias", [3]),
+        ("seed", 2**63),
+        ("seed", 1.5),
+        ("stop", ["a", ""]),
+        ("stop", 5),
+        ("stop", [5]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", "5"),
+        ("stop_token_ids", [True]),
+        ("min_tokens", -1),
+        ("max_tokens", 0),
+        ("logprobs", 101),
+        ("prompt_logprobs", -1),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(name, value):
+    with pytest.raises(InvalidRequestError, match=name) as refused:
+        SamplingParams(**{name: value})
+    assert refused.value.field == name
+
+
+def test_min_tokens_above_max_tokens_is_refused():
+    with pytest.raises(InvalidRequestError, match=r"min_tokens \(5\) must not be more than max_tokens \(4\)"):
+        SamplingParams(min_tokens=5, max_tokens=4)
+
+
+def test_values_are_brought_into_one_form():
+    params = SamplingParams(stop="a", stop_token_ids={3}, top_k=-1)
+    assert (params.stop, params.stop_token_ids, params.top_k) == (("a",), (3,), 0)
+
+
+@pytest.mark.parametrize(("temperature", "greedy"), [(0, True), (1e-6, True), (1e-5, False), (1.0, False)])
+def test_temperature_zero_is_greedy(temperature, greedy):
+    assert SamplingParams(temperature=temperature).greedy is greedy
