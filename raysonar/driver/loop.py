@@ -131,7 +131,7 @@ class EngineLoop:
     def check_running(self) -> None:
         """Raises EngineFailedError, caused by the root cause, when the loop has ended."""
         if self._failure is not None:
-            raise EngineFailedError(f"the engine has failed: {self._failure}") from self._failure
+            raise _failed(self._failure) from self._failure
         if self._closing or not self._thread.is_alive():
             raise EngineFailedError("the engine is closed")
 
@@ -195,9 +195,9 @@ class EngineLoop:
         while not self._closing:
             try:
                 result = StepResult.unpack(self._channel.receive(_POLL_S))
-            except TimeoutError as error:
+            except TimeoutError:
                 if time.monotonic() > deadline:
-                    raise EngineFailedError(f"a step brought no result within {self._step_timeout:.0f} s") from error
+                    raise EngineFailedError(f"a step brought no result within {self._step_timeout:.0f} s") from None
             else:
                 return result
         return None
@@ -287,7 +287,7 @@ class EngineLoop:
             self._failure = failure
             self._closing = True
             for request in self._requests.values():
-                error = EngineFailedError("the engine was closed" if failure is None else f"engine failure: {failure}")
+                error = EngineFailedError("the engine was closed") if failure is None else _failed(failure)
                 error.__cause__ = failure
                 try:
                     request.sink(error)
@@ -295,6 +295,10 @@ class EngineLoop:
                     logger.exception("request %s: its stream takes no more", request.id)
             self._requests.clear()
             self._emitters.clear()
+
+
+def _failed(cause: BaseException) -> EngineFailedError:
+    return EngineFailedError(f"the engine has failed: {type(cause).__name__}: {cause}")
 
 
 def _nowhere(_: object) -> None:
