@@ -68,15 +68,18 @@ def accept(
         drafts: int64 [R, K], -1 after each text's last.
         draft_count: drafts of each text, [R], on the host.
         draft_scores: what REJECTION texts' drafts were proposed by, float32 [R, K, V], arbitrary elsewhere; None when
-            no text is REJECTION or none has drafts.
+            no REJECTION text has drafts.
 
     Returns:
         count: int64 [R], accepted drafts plus one.
         tokens: int64 [R, K + 1], the accepted drafts and the target's token; arbitrary behind these.
+
+    Raises:
+        ValueError: REJECTION texts have drafts, but there are no draft_scores.
     """
     texts, most = drafts.shape
     first = np.cumsum(draft_count + 1) - (draft_count + 1)
-    rejection = (rows.rules[first] == Rule.REJECTION) & (most > 0)
+    rejection = (rows.rules[first] == Rule.REJECTION) & (draft_count > 0)
     if rejection.any() and not rejection.all():
         count = torch.empty(texts, dtype=torch.int64, device=drafts.device)
         tokens = torch.empty(texts, most + 1, dtype=torch.int64, device=drafts.device)

@@ -276,10 +276,31 @@ def test_texts_without_drafts_get_the_targets_choice():
     expected = choose(rows, scores, positions)
     for width in (0, 2):
         drafts, none = torch.full((3, width), -1), np.zeros(3, np.int32)
-        count, tokens = accept(rows, scores, positions, drafts, none, torch.zeros(3, width, 9) if width else None)
+        count, tokens = accept(rows, scores, positions, drafts, none)
         assert count.tolist() == [1, 1, 1]
         assert tokens.shape == (3, width + 1)
         assert torch.equal(tokens[:, 0], expected)
+
+
+def test_a_greedy_texts_drafts_ask_no_draft_scores_of_the_unseeded_text_beside_it():
+    """A decode row with drafts and another text's last prefill row in one step."""
+    table = table_of(records(2, rule=[Rule.GREEDY, Rule.REJECTION]), 4)
+    scores = torch.tensor([[0.0, 1, 0, 0], [0, 0, 1, 0], [1, 1, 0, 0]])
+    rows, positions = table.rows(np.array([0, 0, 1], np.int32)), torch.tensor([5, 6, 9])
+    count, tokens = accept(rows, scores, positions, torch.tensor([[1], [-1]]), np.array([1, 0], np.int32))
+    assert count.tolist() == [2, 1]
+    assert tokens[0].tolist() == [1, 2]
+    assert tokens[1, 0] == choose(rows, scores, positions)[2]
+
+
+def test_a_step_without_texts_is_a_step():
+    """A rank without rows runs the same calls."""
+    rows = rule_table(Rule.GREEDY, 1, 4).rows(np.empty(0, np.int32))
+    scores, none = torch.empty(0, 4), torch.empty(0, dtype=torch.int64)
+    assert propose(rows, rows.scores(scores, none, torch.zeros(1, 8)), none).shape == (0,)
+    count, tokens = accept(rows, scores, none, torch.empty(0, 2, dtype=torch.int64), np.empty(0, np.int32))
+    assert count.shape == (0,)
+    assert tokens.shape == (0, 3)
 
 
 def test_equal_scores_are_settled_by_the_lower_token():
