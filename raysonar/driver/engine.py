@@ -7,6 +7,7 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from functools import partial
 from os import PathLike
 from types import TracebackType
 from typing import Any, Self
@@ -107,8 +108,12 @@ class Engine:
         token_budget: int = 1024,
         max_waiting: int = 65536,
         plans_in_flight: int = 1,
+        progress: bool = False,
     ) -> Self:
-        """Serve a Hugging Face folder; every option is a field of EngineConfig, where it is explained."""
+        """Serve a Hugging Face folder; every option is a field of EngineConfig, where it is explained.
+
+        `progress` shows a bar on standard error while weights load. Raises as the constructor does.
+        """
         values: dict[str, Any] = {
             "model": path,
             "dtype": dtype,
@@ -132,7 +137,7 @@ class Engine:
             )
         except ValidationError as error:
             raise ConfigurationError(describe(error)) from error
-        return cls(config)
+        return cls(config, start=partial(start_rank, progress=progress))
 
     @property
     def steps(self) -> StepLog:
@@ -246,6 +251,8 @@ class Engine:
     def _request(self, prompt: Prompt, params: SamplingParams, sink: Sink, request_id: str | None = None) -> Request:
         if not self.tokenizer.available and params.stop:
             raise InvalidRequestError("stop strings need a tokenizer, and the model's folder has none", "stop")
+        if not isinstance(prompt, Sequence | np.ndarray):
+            raise InvalidRequestError(f"a prompt is a text or a list of token ids, got {prompt!r}", "prompt")
         text = prompt if isinstance(prompt, str) else None
         return make_request(
             request_id=f"request-{uuid.uuid4().hex}" if request_id is None else request_id,

@@ -68,10 +68,10 @@ class EngineLoop:
         with self._changed:
             self.check_running()
             waiting = self._scheduler.waiting + self._held_back
+            room = self._scheduler.slots.empty + self._max_waiting - waiting
             more = sum(len(request.answers) for request in requests)
-            if waiting + more > self._max_waiting:
-                message = f"{waiting} answers are waiting and {more} more were asked for; the queue takes "
-                raise QueueFullError(f"{message}{self._max_waiting}")
+            if more > room:
+                raise QueueFullError(f"{waiting} answers are waiting and {more} more were asked for; {room} find room")
             for request in requests:
                 if request.id in self._requests:
                     raise InvalidRequestError(f"request id {request.id!r} is in use", "request_id")
@@ -235,6 +235,7 @@ class EngineLoop:
         if params.logprobs is not None:
             chosen = logprobs.of_tokens(advance.row, advance.tokens, params.logprobs)
         delta = self._emitters[answer].advance(advance.tokens, chosen)
+        self._scheduler.counters.generated_tokens += len(delta.token_ids)
         if not request.started:
             delta = self._start(request, delta)
         if delta.finish_reason is not None:
@@ -264,14 +265,12 @@ class EngineLoop:
         return replace(delta, acceptance=answer.acceptance)
 
     def _cut_off(self, request: Request) -> None:
-        if not request.started:  # the other answers are not queued yet: queue them, to be finished like the first
-            for answer in request.answers[1:]:
-                self._scheduler.add(answer)
-            self._held_back -= len(request.answers) - 1
-        request.started = True
         for answer in request.answers:
             if not answer.finished:
-                self._deliver(request, self._finish(answer, self._emitters[answer].abort()))
+                delta = self._emitters[answer].abort()
+                if not request.started:
+                    delta = self._start(request, delta)
+                self._deliver(request, self._finish(answer, delta))
 
     def _deliver(self, request: Request, delta: Delta) -> None:
         try:

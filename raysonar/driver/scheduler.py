@@ -304,7 +304,7 @@ class Scheduler:
         slots.known_upper[slot] -= slack
         slots.computed[slot] += flight.tokens[live] - slack
         slots.computed_upper[slot] -= slack
-        self._count(slot, count, flight.drafts[live])
+        self._count_drafts(slot, count, flight.drafts[live])
         self._register(slot)
         return [
             Advance(answer, row, start, new[:n])
@@ -319,7 +319,7 @@ class Scheduler:
             if answer is not None
         ]
 
-    def _count(self, slot: Longs, count: Ints, drafts: Ints) -> None:
+    def _count_drafts(self, slot: Longs, count: Ints, drafts: Ints) -> None:
         position = np.arange(self.speculative_tokens)
         drafted = position < drafts[:, None]
         accepted = drafted & (position < count[:, None] - 1)
@@ -327,7 +327,6 @@ class Scheduler:
         self.slots.accepted[slot] += accepted
         self.counters.drafted += drafted.sum(0)
         self.counters.accepted += accepted.sum(0)
-        self.counters.generated_tokens += int(count.sum())
 
     def _register(self, slot: Longs) -> None:
         """Let the prefix cache know of pages that are full since the step."""

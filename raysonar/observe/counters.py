@@ -14,6 +14,7 @@ class Counters:
         self.prompt_tokens = 0
         """Of prompts queued."""
         self.generated_tokens = 0
+        """Given out: none after the one that ended its answer."""
         self.drafted: NDArray[np.int64] = np.zeros(speculative_tokens, np.int64)
         """[k]: draft tokens verified, by their position in the draft."""
         self.accepted: NDArray[np.int64] = np.zeros(speculative_tokens, np.int64)

@@ -68,6 +68,7 @@ def test_end_of_sequence_ends_an_answer_and_has_no_text(start_engine, tokenizer,
     expected = model.continuation(prompt, 24)
     end = expected.index(1)
     (result,) = engine.generate(prompt, params(logprobs=0))
+    assert engine.stats().generated_tokens == end + 1
     assert result.token_ids == expected[: end + 1]
     assert result.text == tokenizer.decode(expected[:end])
     assert (result.finish_reason, result.completions[0].stop_reason) == ("stop", None)
@@ -289,8 +290,9 @@ def test_a_closed_synchronous_stream_aborts(start_engine):
     assert_nothing_is_held(engine)
 
 
-def test_abort_ends_a_stream_from_outside(start_engine, model):
-    gate = Gate(2)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_abort_ends_a_stream_from_outside(start_engine, model, steps):
+    gate = Gate(steps)
     engine = start_engine(before=gate)
 
     async def abort():
@@ -302,6 +304,7 @@ def test_abort_ends_a_stream_from_outside(start_engine, model):
 
     deltas = asyncio.run(abort())
     assert [(d.index, d.finish_reason) for d in deltas if d.finish_reason] == [(0, "abort"), (1, "abort")]
+    assert [d.prompt_token_ids for d in deltas] == [[5, 6]] + [None] * (len(deltas) - 1)
     gate.opened.set()
     for index in (0, 1):
         said = [token for delta in deltas if delta.index == index for token in delta.token_ids]
@@ -426,15 +429,14 @@ def test_an_engine_that_nobody_holds_ends_its_thread(start_engine, tokenizer):
     assert not any(thread.name == "raysonar-engine" for thread in threading.enumerate())
 
 
-def test_more_than_may_wait_is_refused_as_a_whole(start_engine):
-    gate = Gate(0)
-    engine = start_engine(before=gate, max_waiting=3)
-    with pytest.raises(QueueFullError, match="0 answers are waiting and 4 more were asked for; the queue takes 3"):
-        engine.generate([[5]] * 4, params())
+def test_more_than_find_a_slot_or_may_wait_are_refused_as_a_whole(start_engine):
+    engine = start_engine(slots=2, max_waiting=3)
+    with pytest.raises(QueueFullError, match="0 answers are waiting and 6 more were asked for; 5 find room"):
+        engine.generate([[5]] * 6, params())
     with pytest.raises(QueueFullError):
-        engine.generate([5], params(n=4))
-    gate.opened.set()
-    assert len(engine.generate([5], params(n=3))[0].completions) == 3
+        engine.generate([5], params(n=6))
+    assert engine.stats().requests == 0
+    assert len(engine.generate([5], params(n=5))[0].completions) == 5
 
 
 def test_a_request_id_is_used_once_at_a_time(start_engine):
@@ -460,6 +462,8 @@ def test_bad_requests_are_refused_before_anything_is_queued(start_engine):
             with pytest.raises(InvalidRequestError) as refused:
                 call(prompt if call == engine.stream else [[5], prompt], params())
             assert refused.value.field == "prompt"
+    with pytest.raises(InvalidRequestError, match="a prompt is a text or a list of token ids, got 5"):
+        engine.generate(["text", 5])
     assert engine.stats().requests == 0
 
 

@@ -77,9 +77,7 @@ class Slot:
 class FakeRank:
     """Runs plans; raises AssertionError on the first one that breaks a rule."""
 
-    def __init__(
-        self, *, info: RankInfo, token_budget: int, model: HashModel | None = None
-    ) -> None:
+    def __init__(self, *, info: RankInfo, token_budget: int, model: HashModel | None = None) -> None:
         self.info, self.token_budget = info, token_budget
         self.model = model or HashModel(info.vocab)
         self.slots: dict[int, Slot] = {}
