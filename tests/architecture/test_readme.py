@@ -1,10 +1,13 @@
-"""README.md's commands are the ones that are run."""
+"""What README.md and docs/ say is so: commands, configuration, files and tests."""
 
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
+
+from raysonar.config import ServiceConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,3 +36,48 @@ def test_each_command_is_one_line_from_a_fresh_clone(name: str) -> None:
     command = readme_command(name)
     assert "\n" not in command
     assert command.startswith("python3 -m venv .venv && .venv/bin/pip install torch==")
+
+
+def _fields(model: type[BaseModel], prefix: str = "") -> dict[str, object]:
+    """Every field's path in a configuration file, with its default."""
+    found: dict[str, object] = {}
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found |= _fields(field.annotation, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = field.default
+    return found
+
+
+def test_every_configuration_field_is_in_the_table_with_its_default() -> None:
+    section = (ROOT / "README.md").read_text().partition("\n## Configuration\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `([\w.]+)` \| (.*?) \|", section, re.M)
+    table, fields = dict(rows), _fields(ServiceConfig)
+    assert len(fields) > 15
+    assert table.keys() == fields.keys()
+    for name, default in fields.items():
+        if isinstance(default, bool | int | float | str) and default != 1 << 30:
+            spelt = f"{default:g}" if isinstance(default, float) else str(default).lower()
+            assert table[name].strip("`") == spelt
+
+
+def test_every_file_that_the_documents_point_to_is_there() -> None:
+    documents = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    links = [
+        (document, link)
+        for document in documents
+        for link in re.findall(r"\]\(([^)#\s]+)\)", document.read_text())
+        if "://" not in link
+    ]
+    assert len(links) > 5
+    assert [(document.name, link) for document, link in links if not (document.parent / link).exists()] == []
+
+
+def test_every_test_that_the_architecture_names_is_there() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    files = re.findall(r"`(\w+/test_\w+\.py)", text)
+    assert len(files) > 5
+    missing = [name for name in files if not (ROOT / "tests" / name).is_file()]
+    everything = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    missing += [name for name in re.findall(r"::(\w+)", text) if not re.search(rf"\b{name}\b", everything)]
+    assert missing == []
