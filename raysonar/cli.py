@@ -132,6 +132,8 @@ def _serve(options: argparse.Namespace) -> None:
     from raysonar.serving.app import with_demo_model
     from raysonar.serving.local import Listening, run_service
 
+    if options.model is not None:  # Ray's processes have working directories of their own
+        options.model = os.path.abspath(options.model)
     values = with_demo_model({**_given(options, "model_name"), "engine": _engine_values(options)})
     run_service(parse_service_config(values), Listening(options.host, options.port, options.address))
 

@@ -8,6 +8,8 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import ray
 from ray import serve
@@ -21,6 +23,7 @@ from raysonar.serving.app import START_ATTEMPTS, application, model_name
 APPLICATION = "raysonar"
 _OBJECT_STORE_BYTES = 256 << 20
 """Deltas are small and travel beside the object store."""
+_CONNECT_TIMEOUT_S = 10.0
 _POLL_S = 0.2
 
 
@@ -47,13 +50,13 @@ def run_service(config: ServiceConfig, where: Listening) -> None:
         _check_local(config, where)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        _connect(config, where)
+        logs = _connect(config, where)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has set its own
         if serve.status().proxies:
             raise ConfigurationError(f"Serve runs on {where.address} already: use `serve deploy` there")
         try:
             _deploy(config, where)
-            _announce(config, where)
+            _announce(config, where, logs)
             signal.pause()
         except KeyboardInterrupt:
             print("Stopping: running requests may end; once more to cut them off.", file=sys.stderr, flush=True)
@@ -86,21 +89,33 @@ def _check_local(config: ServiceConfig, where: Listening) -> None:
             raise ConfigurationError(f"cannot listen on {where.host}:{where.port}: {error.strerror}") from error
 
 
-def _connect(config: ServiceConfig, where: Listening) -> None:
+def _connect(config: ServiceConfig, where: Listening) -> Path | None:
+    """Returns the folder of the logs of a Ray that this starts."""
     if where.address is not None:
-        try:
-            ray.init(address=where.address, logging_level=logging.WARNING)
-        except ConnectionError as error:
-            raise ConfigurationError(f"there is no Ray at {where.address}: {error}") from error
-        return
+        _check_cluster(where.address)
+        ray.init(address=where.address, logging_level=logging.WARNING)
+        return None
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # Ray's own switch: nothing calls home
-    ray.init(
+    context: Any = ray.init(
         address="local",
         num_cpus=max(len(os.sched_getaffinity(0)), config.engine.threads or 1),
         object_store_memory=_OBJECT_STORE_BYTES,
         include_dashboard=False,
         logging_level=logging.ERROR,
+        log_to_driver=False,
     )
+    return Path(context.address_info["session_dir"]) / "logs" / "serve"
+
+
+def _check_cluster(address: str) -> None:
+    """Ray itself would try for many minutes."""
+    host, colon, port = address.rpartition("://")[2].rpartition(":")
+    if not colon:  # "auto"
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"no Ray answers at {address}: {error}") from error
 
 
 def _deploy(config: ServiceConfig, where: Listening) -> None:
@@ -128,7 +143,7 @@ def _cause(messages: list[str]) -> str:
     return errors[-1].partition(": ")[2] if errors else " / ".join(lines[-3:])
 
 
-def _announce(config: ServiceConfig, where: Listening) -> None:
+def _announce(config: ServiceConfig, where: Listening, logs: Path | None) -> None:
     name = model_name(config)
     base = f"http://{f'[{where.host}]' if ':' in where.host else where.host}:{where.port}"
     local = where.host in ("127.0.0.1", "localhost", "::1")
@@ -147,6 +162,7 @@ def _announce(config: ServiceConfig, where: Listening) -> None:
         f"Try it:\n"
         f"  curl {base}/v1/{route} -H 'Content-Type: application/json' \\\n"
         f'    -d \'{{"model": "{name}", "temperature": 0, {question}}}\'\n'
-        "Ctrl-C stops it.",
+        + (f"Logs: {logs}\n" if logs else "")
+        + "Ctrl-C stops it.",
         flush=True,
     )

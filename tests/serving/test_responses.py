@@ -1,0 +1,173 @@
+"""Answers are the same whole and in pieces, however the deltas were cut."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raysonar.driver.outputs import Acceptance, Delta, TokenLogprob
+from raysonar.serving.generation import Vocabulary
+from raysonar.serving.ingress import _events
+from raysonar.serving.problems import Problem, ProblemError
+from raysonar.serving.protocol import ChatBody, CompletionBody
+from raysonar.serving.responses import Answer, ChatAnswer, CompletionAnswer
+
+VOCABULARY = Vocabulary([bytes([byte]) for byte in range(256)])
+TEXT = "Grüße, 東京 🙂!"
+PROMPT = "né"
+
+
+def logprob(token: int) -> TokenLogprob:
+    return TokenLogprob(token, -token / 100, {65: -0.5, 66: float("-inf")})
+
+
+def deltas_of(n: int, cuts: list[int], logprobs: bool) -> list[tuple[int, Delta]]:
+    """TEXT as byte tokens, cut in pieces of `cuts` tokens; text that would end inside a character is held back."""
+    tokens, news, start, told, first = list(TEXT.encode()), [], 0, 0, True
+    for cut in [*cuts, len(tokens)]:
+        end = min(start + cut, len(tokens))
+        text = bytes(tokens[:end]).decode("utf-8", "ignore")
+        last = end == len(tokens)
+        for index in range(n):
+            delta = Delta(
+                index,
+                text[told:],
+                tokens[start:end],
+                [logprob(token) for token in tokens[start:end]] if logprobs else None,
+                "length" if last else None,
+                None,
+                list(PROMPT.encode()) if first else None,
+                [None, *map(logprob, PROMPT.encode()[1:])] if first and logprobs else None,
+                1 if first else 0,
+                Acceptance((3, 2), (2, 1)) if last else None,
+            )
+            first = False
+            news.append((0, delta))
+        start, told = end, len(text)
+        if last:
+            return news
+    raise AssertionError
+
+
+def streamed(answer: Answer, news: list[tuple[int, Delta]], together: int) -> list[dict[str, Any]]:
+    """The stream's objects, checked for framing."""
+    batches = [news[at : at + together] for at in range(0, len(news), together)]
+    data = answer.opening() + b"".join(map(answer.events, batches)) + answer.closing()
+    *events, done, rest = data.decode().split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def chat_body(**options: Any) -> ChatBody:
+    return ChatBody.model_validate({"model": "m", "messages": [{"role": "user", "content": "x"}], **options})
+
+
+def completion_body(**options: Any) -> CompletionBody:
+    return CompletionBody.model_validate({"model": "m", "prompt": PROMPT, **options})
+
+
+cuttings = st.lists(st.integers(1, 6), max_size=8)
+
+
+@given(n=st.integers(1, 3), cuts=cuttings, together=st.integers(1, 5), logprobs=st.booleans())
+def test_a_chat_stream_adds_up_to_the_whole_answer(n: int, cuts: list[int], together: int, logprobs: bool):
+    options = {"n": n, "logprobs": logprobs}
+    whole: Any = ChatAnswer(chat_body(**options), VOCABULARY).whole(deltas_of(n, cuts, logprobs))
+    body = chat_body(**options, stream=True, stream_options={"include_usage": True})
+    *chunks, usage = streamed(ChatAnswer(body, VOCABULARY), deltas_of(n, cuts, logprobs), together)
+    assert (usage["choices"], usage["usage"]) == ([], whole["usage"])
+    assert whole["usage"]["completion_tokens"] == n * len(TEXT.encode())
+    assert whole["usage"]["completion_tokens_details"] == {
+        "accepted_prediction_tokens": 3 * n,
+        "rejected_prediction_tokens": 2 * n,
+    }
+    for index, choice in enumerate(whole["choices"]):
+        parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == index]
+        assert [part["delta"].get("role") for part in parts] == ["assistant"] + [None] * (len(parts) - 1)
+        assert "".join(part["delta"].get("content", "") for part in parts) == choice["message"]["content"] == TEXT
+        assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["length"]
+        if logprobs:
+            content = [entry for part in parts if part["logprobs"] for entry in part["logprobs"]["content"]]
+            assert content == choice["logprobs"]["content"]
+            assert [entry["bytes"] for entry in content] == [[byte] for byte in TEXT.encode()]
+        else:
+            assert choice["logprobs"] is None
+
+
+@given(
+    n=st.integers(1, 3),
+    cuts=cuttings,
+    together=st.integers(1, 5),
+    logprobs=st.sampled_from([None, 2]),
+    echo=st.booleans(),
+)
+def test_a_completion_stream_adds_up_to_the_whole_answer(
+    n: int, cuts: list[int], together: int, logprobs: int | None, echo: bool
+):
+    options = {"n": n, "logprobs": logprobs, "echo": echo}
+    news = deltas_of(n, cuts, logprobs is not None)
+    whole: Any = CompletionAnswer(completion_body(**options), VOCABULARY).whole(news)
+    chunks = streamed(CompletionAnswer(completion_body(**options, stream=True), VOCABULARY), news, together)
+    assert not any("usage" in chunk for chunk in chunks)
+    text = PROMPT + TEXT if echo else TEXT
+    for index, choice in enumerate(whole["choices"]):
+        parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == index]
+        assert "".join(part["text"] for part in parts) == choice["text"] == text
+        assert choice["finish_reason"] == "length"
+        if logprobs is None:
+            assert choice["logprobs"] is None
+            continue
+        for key, values in choice["logprobs"].items():
+            assert [value for part in parts for value in part["logprobs"][key]] == values
+            assert len(values) == len(text.encode())
+        starts = choice["logprobs"]["text_offset"]
+        assert [text[start] for start in starts] == [char for char in text for _ in char.encode()]
+
+
+def test_an_echo_reaches_every_choice_of_its_own_prompt():
+    body = completion_body(prompt=[list(b"one"), list(b"two")], n=2, echo=True)
+    deltas = [
+        (prompt, Delta(index, "!", [33], finish_reason="stop", prompt_token_ids=[1] if index == 0 else None))
+        for prompt in (1, 0)
+        for index in (0, 1)
+    ]
+    whole: Any = CompletionAnswer(body, VOCABULARY).whole(deltas)
+    assert [(choice["index"], choice["text"]) for choice in whole["choices"]] == [
+        (0, "one!"),
+        (1, "one!"),
+        (2, "two!"),
+        (3, "two!"),
+    ]
+
+
+def test_infinite_logprobs_are_json():
+    whole = ChatAnswer(chat_body(logprobs=True, top_logprobs=2), VOCABULARY).whole(deltas_of(1, [], True))
+    assert "Infinity" not in json.dumps(whole)
+    entry = json.loads(json.dumps(whole))["choices"][0]["logprobs"]["content"][0]
+    assert [top["logprob"] for top in entry["top_logprobs"]] == [-0.5, -9999.0]
+
+
+def test_a_token_that_is_no_whole_character_keeps_its_bytes_apart():
+    whole: Any = CompletionAnswer(completion_body(logprobs=0), VOCABULARY).whole(deltas_of(1, [], True))
+    assert whole["choices"][0]["logprobs"]["tokens"][2:4] == ["bytes:\\xc3", "bytes:\\xbc"]
+
+
+@pytest.mark.parametrize("error", [ProblemError(Problem(503, "gone", "server_error")), RuntimeError("inside")])
+def test_an_error_amid_a_stream_is_its_last_event(error: Exception):
+    first, *rest = deltas_of(1, [3, 3], False)
+
+    async def batches() -> AsyncGenerator[list[tuple[int, Delta]]]:
+        yield rest[:1]
+        raise error
+
+    async def chunks() -> list[bytes]:
+        return [chunk async for chunk in _events(ChatAnswer(chat_body(stream=True), None), [first], batches())]
+
+    *_, last = asyncio.run(chunks())
+    body = json.loads(last.decode().removeprefix("data: "))
+    assert body["error"]["type"] == "server_error"
+    assert "inside" not in last.decode()
