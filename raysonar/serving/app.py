@@ -20,6 +20,8 @@ _SPARE = 64
 _STREAMS_MAY_LAST_S = 3600.0
 """When a replica is replaced, the streams it serves may take so long to end."""
 START_ATTEMPTS = 2
+_HEALTH_CHECK_PERIOD_S = 2.0
+"""Serve replaces a driver after three checks that fail."""
 
 
 def build_app(args: Mapping[str, object]) -> Application:
@@ -54,6 +56,7 @@ def application(config: ServiceConfig) -> Application:
     }
     driver = serve.deployment(
         ray_actor_options={"num_cpus": engine.threads, "num_gpus": int(engine.device.startswith("cuda"))},
+        health_check_period_s=_HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=STUCK_AFTER_S,
         logging_config=LoggingConfig(enable_access_log=False),
         **common,

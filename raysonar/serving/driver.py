@@ -54,19 +54,21 @@ class Driver:
             for place, prompt in enumerate(generation.prompts)
         ]
         try:
-            running = len(pumps)
+            running, held = len(pumps), list[tuple[int, Delta]]()
             while running:
                 ready = [await news.get()]
                 while not news.empty():
                     ready.append(news.get_nowait())
-                if deltas := [item for item in ready if isinstance(item, tuple)]:
-                    yield deltas
-                    await asyncio.sleep(min(_LONGEST_PAUSE_S, self._streams / _BATCHES_PER_S))
+                held += [item for item in ready if isinstance(item, tuple)]
+                running -= ready.count(None)
+                if held and not (generation.whole and running):
+                    yield held
+                    held = []
+                    await asyncio.sleep(min(_LONGEST_PAUSE_S, self._streams / _BATCHES_PER_S) if running else 0)
                 for item in ready:
                     if isinstance(item, Problem):
                         yield item
                         return
-                running -= ready.count(None)
         finally:
             self._streams -= 1
             for pump in pumps:
@@ -83,7 +85,9 @@ class Driver:
         """Put one prompt's deltas into `news`, then None; or what went wrong."""
         try:
             request_id = f"{generation.request_id}-{place}"
-            stream = self._engine.stream(self._plain(prompt), generation.params, request_id=request_id)
+            # In a thread: a long text takes its time, and other streams must go on meanwhile.
+            tokens = await asyncio.to_thread(self._token_ids, prompt)
+            stream = self._engine.stream(tokens, generation.params, request_id=request_id)
             async with aclosing(stream) as deltas:
                 async for delta in deltas:
                     news.put_nowait((place, delta))
@@ -94,9 +98,14 @@ class Driver:
                 logger.exception("Request %s failed", generation.request_id)
             news.put_nowait(problem)
 
-    def _plain(self, prompt: Prompt) -> str | list[int]:
-        """Text or token ids."""
-        return self._engine.tokenizer.render_chat(list(prompt.messages)) if isinstance(prompt, Chat) else prompt
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        match prompt:
+            case Chat():
+                return self._engine.tokenizer.render_chat(list(prompt.messages))
+            case str():
+                return self._engine.tokenizer.encode(prompt)
+            case _:
+                return prompt
 
     def vocabulary(self) -> Vocabulary:
         """Constant as long as the model is. A model without a tokenizer has its tokens spelt by their ids."""

@@ -24,6 +24,8 @@ class Generation:
     request_id: str
     prompts: list[Prompt]
     params: SamplingParams
+    whole: bool = False
+    """All deltas may come in one batch at the end: nobody reads them earlier."""
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ class Ingress:
         body = answer.body
         if body.model != self._model:
             raise model_not_found(body.model, self._model)
-        deltas = self._generate(Generation(answer.id, body.prompts, body.sampling()))
+        deltas = self._generate(Generation(answer.id, body.prompts, body.sampling(), whole=not body.stream))
         if not body.stream:
             async with aclosing(deltas):
                 return JSONResponse(answer.whole([news async for batch in deltas for news in batch]))

@@ -3,8 +3,8 @@
 from dataclasses import asdict, dataclass
 
 from pydantic import ValidationError
-from ray.exceptions import RayActorError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import BackPressureError, RayServeException
 
 from raysonar.errors import EngineFailedError, InvalidRequestError, QueueFullError
 
@@ -79,7 +79,8 @@ def problem_of(error: BaseException) -> Problem:
         return _of_validation(error)
     if isinstance(error, BackPressureError):
         return unavailable("Too many requests are waiting", "overloaded").problem
-    if isinstance(error, DeploymentUnavailableError | RayActorError | EngineFailedError | TimeoutError):
+    lost = isinstance(error, RayError | RayServeException) and not isinstance(error, RayTaskError)
+    if lost or isinstance(error, EngineFailedError | TimeoutError):
         return unavailable("The engine is not available", "engine_unavailable").problem
     return Problem(500, f"The server failed: {type(error).__name__}", "server_error", code="internal_error")
 

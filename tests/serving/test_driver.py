@@ -116,6 +116,19 @@ def test_streams_at_once_share_a_rate_of_batches_and_lose_nothing(driver: Driver
     assert sum(batches for batches, _ in results) <= 8.0 * seconds + 4
 
 
+def test_a_whole_answer_comes_in_one_batch(driver: Driver, engine: Engine):
+    async def batches() -> list[Batch]:
+        async with asyncio.timeout(60):
+            return [batch async for batch in driver.stream(Generation("r", ["hi", "there"], SHORT, whole=True))]
+
+    arrived, deltas = asyncio.run(batches())
+    assert arrived == []
+    assert not isinstance(deltas, Problem)
+    expected = engine.generate(["hi", "there"], SHORT)
+    for place, result in enumerate(expected):
+        assert "".join(delta.text for at, delta in deltas if at == place) == result.text
+
+
 def test_a_refused_prompt_is_a_problem_and_ends_the_others(driver: Driver):
     deltas, problems = asyncio.run(collect(driver.stream(Generation("r", ["hi", [10**6]], LONG))))
     assert [(problem.status, problem.param) for problem in problems] == [(400, "prompt")]

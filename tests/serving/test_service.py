@@ -98,7 +98,12 @@ def test_raysonar_serve_answers_and_leaves_nothing_behind(folder: Path, tmp_path
         assert answer.json()["usage"]["completion_tokens"] == 8
         started = descendants(process.pid)
         assert len(started) > 3
-        process.send_signal(signal.SIGTERM)
+        options = body | {"max_tokens": 400, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=options, timeout=60.0) as stream:
+            lines = stream.iter_lines()
+            assert next(lines).startswith("data: ")
+            process.send_signal(signal.SIGTERM)
+            assert [line for line in lines if line][-1] == "data: [DONE]"  # a stream that runs is not cut off
         assert process.wait(STOP_S) == 0
     assert "Traceback" not in log.read_text()
     assert_gone(started)
