@@ -89,7 +89,7 @@ class PageAllocator:
 
     def register(self, page: int, key: bytes) -> None:
         """Let a held page's contents, final from now on, be found under `key`; the first page of a key keeps it."""
-        if key not in self._page_of and page not in self._key_of:
+        if key not in self._page_of:
             self._page_of[key] = page
             self._key_of[page] = key
 

@@ -45,7 +45,7 @@ class Limits:
 class Answer:
     """One of a request's n answers."""
 
-    request: "Request"
+    request: "Request" = field(repr=False)
     index: int
     seed: int
     limit: int

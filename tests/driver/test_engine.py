@@ -318,7 +318,7 @@ def test_a_stream_whose_event_loop_is_gone_ends_only_itself(start_engine, caplog
     orphans = []
 
     async def leave():
-        stream = engine.stream([5, 6], params(max_tokens=100))
+        stream = engine.stream([5, 6], params(max_tokens=100, n=2))
         orphans.append(stream)
         await anext(stream)
 

@@ -115,6 +115,33 @@ def test_preempted_answers_say_the_same_and_the_earliest_is_never_preempted(plan
     assert bench.scheduler.pages.free == 20
 
 
+def test_a_plan_that_preempts_admits_nobody():
+    bench = Bench(rank_info(pages=20, page_size=2, slots=6, max_model_len=41, k=3))
+    for number in range(6):
+        bench.add([number], max_tokens=35)
+    preempting = 0
+    while bench.open:
+        before = bench.scheduler.counters.preemptions
+        bench.plan()
+        if bench.scheduler.counters.preemptions > before:
+            preempting += 1
+            assert not bench.plans[0].admitted_slot.size, "pages just freed belong to those who needed them"
+        bench.run_one()
+    assert preempting > 0
+
+
+@pytest.mark.parametrize(("length", "admitted"), [(28, True), (29, False)])
+def test_a_newcomer_leaves_each_running_answer_a_page_to_grow_into(length, admitted):
+    bench = Bench(rank_info(pages=10, page_size=4, slots=4, max_model_len=33), token_budget=64)
+    bench.add([1] * 5, max_tokens=8)
+    bench.plan()
+    bench.run_one()
+    newcomer = bench.add([2] * length, max_tokens=4)
+    bench.plan()
+    assert (newcomer.slot >= 0) is admitted
+    bench.drain()
+
+
 def test_a_preempted_answer_finds_its_own_pages_again():
     bench = Bench(rank_info(pages=16, page_size=2, slots=2, max_model_len=33, k=0))
     bench.add([1], max_tokens=25)
