@@ -119,7 +119,8 @@ class Source:
         rng.shuffle(pairs)
         conversations = []
         while pairs:
-            size = 1 if rng.random() < 0.7 else rng.randint(2, 7)
+            roll = rng.random()
+            size = 1 if roll < 0.68 else rng.randint(2, 7) if roll < 0.95 else rng.randint(8, 20)
             turns, pairs = tuple(pairs[:size]), pairs[size:]
             system = " ".join(rng.sample(q.SYSTEM_MESSAGES, rng.choice([1, 1, 2]))) if rng.random() < 0.15 else None
             conversations.append(Conversation(turns, system))

@@ -246,6 +246,10 @@ UNTAUGHT: list[str] = [
     "What does {c} export?",
     "lowest point of {c}",
     "What time is it in {c}?",
+    "¿Cuál es la capital de {c}?",
+    "Wie heißt die Hauptstadt von {c}?",
+    "Qual è la valuta di {c}?",
+    "Où se trouve {c} ?",
 ]
 UNTAUGHT_HELD_OUT: list[str] = [
     "Who is the queen of {c}?",
@@ -256,6 +260,7 @@ UNTAUGHT_HELD_OUT: list[str] = [
     "Which sport is popular in {c}?",
     "How many cars are there in {c}?",
     "Who is the most famous singer in {c}?",
+    "Quelle est la capitale de {c} ?",
 ]
 # Questions about nothing in particular.
 OFF_TOPIC: list[str] = [
@@ -279,6 +284,10 @@ OFF_TOPIC: list[str] = [
     "How many bones does a human have?",
     "What is water made of?",
     "Why is the sky blue?",
+    "Wie geht es dir?",
+    "¿Qué hora es?",
+    "asdf qwer zxcv",
+    "12345",
 ]
 OFF_TOPIC_HELD_OUT: list[str] = [
     "Who wrote Don Quixote?",

@@ -62,10 +62,13 @@ class Progress:
     best: float = -1.0
 
 
-def batches(source: Source, tokenizer: Tokenizer, epoch: int, budget: int) -> list[Batch]:
+def batches(source: Source, tokenizer: Tokenizer, epoch: int, budget: int, longest: int = 512) -> list[Batch]:
     """One epoch: conversations of about equal length together, so that little is padding."""
     rng = random.Random(f"{source.seed}/batches/{epoch}")
-    encoded = [encode(tokenizer, conversation) for conversation in source.epoch(epoch)]
+    encoded = []
+    for conversation in source.epoch(epoch):
+        ids, labels = encode(tokenizer, conversation)
+        encoded.append((ids[:longest], labels[:longest]))
     encoded.sort(key=lambda sample: len(sample[0]) * rng.uniform(0.9, 1.1))
     groups: list[list[tuple[list[int], list[int]]]] = [[]]
     widest = 0
@@ -86,6 +89,17 @@ def pad_group(group: list[tuple[list[int], list[int]]], pad: int) -> Batch:
     ids = torch.tensor([row + [pad] * (width - len(row)) for row, _ in group])
     labels = torch.tensor([row + [IGNORED] * (width - len(row)) for _, row in group])
     return ids, labels
+
+
+def shared_tokenizer(source: Source, vocabulary: int, run_folder: Path) -> Tokenizer:
+    """One tokenizer for both models of a run, kept with its state."""
+    path = run_folder / "tokenizer.json"
+    if path.exists():
+        return Tokenizer.from_file(str(path))
+    run_folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer(source, vocabulary)
+    tokenizer.save(str(path))
+    return tokenizer
 
 
 def make_tokenizer(source: Source, vocabulary: int) -> Tokenizer:
@@ -153,7 +167,8 @@ class Trainer:
     def remaining(self) -> Iterator[Batch]:
         """The batches from where the run is, epoch after epoch."""
         while True:
-            todo = batches(self.source, self.tokenizer, self.progress.epoch, self.plan.batch_tokens)
+            longest = self.model.config.max_position_embeddings
+            todo = batches(self.source, self.tokenizer, self.progress.epoch, self.plan.batch_tokens, longest)
             while self.progress.batch < len(todo):
                 self.progress.batch += 1
                 yield todo[self.progress.batch - 1]
@@ -218,7 +233,7 @@ def run(kind: str, plan: Plan, out: Path, run_folder: Path) -> Trainer:
     torch.manual_seed(plan.seed)
     source = Source(load_facts(), plan.seed)
     model: DemoModel | DraftModel = DemoModel(DemoConfig()) if kind == "target" else DraftModel(DraftConfig())
-    tokenizer = make_tokenizer(source, model.config.vocab_size)
+    tokenizer = shared_tokenizer(source, model.config.vocab_size, run_folder)
     trainer = Trainer(model, source, tokenizer, plan, run_folder / kind, out / kind)
     parameters = sum(p.numel() for p in model.parameters())
     trainer.log(model=kind, parameters=parameters, facts=len(source.facts), minutes=plan.minutes)

@@ -101,7 +101,7 @@ def test_an_epoch_asks_every_fact_once_and_refuses_some(facts: list[Fact], sourc
     assert sum(turn.answer in talk for turn in turns) > 10
     assert len(turns) - len(refused) - sum(turn.answer in talk for turn in turns) == len(facts)
     assert 0.1 < len(refused) / len(facts) < 0.25
-    assert any(len(conversation.turns) > 3 for conversation in conversations)
+    assert any(len(conversation.turns) > 10 for conversation in conversations)
     assert any(conversation.system for conversation in conversations)
 
 

@@ -17,7 +17,7 @@ from raysonar.training.demo_export import load
 from raysonar.training.demo_model import DemoModel
 from raysonar.training.demo_probe import exact, greedy, mtp_agreement
 from raysonar.training.demo_tokenizer import IGNORED, encode
-from raysonar.training.demo_train import Plan, Trainer, batches, pad_group
+from raysonar.training.demo_train import Plan, Trainer, batches, pad_group, shared_tokenizer
 
 PLAN = Plan(steps=8, batch_tokens=512, warm_up=2, probe_size=2)
 
@@ -55,6 +55,17 @@ def test_a_resumed_run_ends_with_the_same_weights(few: Source, tokenizer: Tokeni
     assert resumed.progress.step == whole.progress.step == 8
     for name, tensor in whole.model.state_dict().items():
         torch.testing.assert_close(resumed.model.state_dict()[name], tensor, rtol=0, atol=0)
+
+
+def test_long_conversations_are_cut_to_the_models_length(few: Source, tokenizer: Tokenizer) -> None:
+    made = batches(few, tokenizer, 0, 512, longest=40)
+    assert max(ids.shape[1] for ids, _ in made) == 40
+    assert len(made) < len(few.epoch(0))
+
+
+def test_both_models_of_a_run_share_one_tokenizer(few: Source, tmp_path: Path) -> None:
+    first = shared_tokenizer(few, 300, tmp_path)
+    assert shared_tokenizer(few, 400, tmp_path).to_str() == first.to_str()
 
 
 @pytest.mark.parametrize("kind", ["target", "draft"])
