@@ -1,28 +1,46 @@
 """Puts a request's deltas together."""
 
 import time
+from queue import SimpleQueue
 
 from raysonar.driver.outputs import Acceptance, Completion, Delta, GenerationResult
 from raysonar.driver.request import Request
+from raysonar.errors import RaysonarError
+
+Finished = SimpleQueue[RaysonarError | None]
+"""One entry a request: None, or what went wrong."""
 
 
 class Collector:
-    """One request's result in the making."""
+    """One request's result in the making. Takes deltas on the engine's thread: whoever waits sleeps until the end."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, finished: Finished) -> None:
+        """`finished` gets this request's entry when every answer is in."""
         self._began = time.perf_counter()
+        self._finished = finished
+        self._open = request.params.n
         logprobs = request.params.logprobs is not None
         self._texts: list[list[str]] = [[] for _ in range(request.params.n)]
-        self._result = GenerationResult(
+        self.result = GenerationResult(
             request_id=request.id,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
             completions=[Completion(index, logprobs=[] if logprobs else None) for index in range(request.params.n)],
         )
 
-    def add(self, delta: Delta) -> None:
-        """Take in the next delta, as it comes."""
-        result, completion = self._result, self._result.completions[delta.index]
+    def take(self, item: Delta | RaysonarError) -> None:
+        """The request's sink."""
+        if isinstance(item, RaysonarError):
+            self._finished.put(item)
+            return
+        self._add(item)
+        if item.finish_reason is not None:
+            self._open -= 1
+            if not self._open:
+                self._finished.put(None)
+
+    def _add(self, delta: Delta) -> None:
+        result, completion = self.result, self.result.completions[delta.index]
         self._texts[delta.index].append(delta.text)
         completion.token_ids += delta.token_ids
         if completion.logprobs is not None:
@@ -35,7 +53,3 @@ class Collector:
             completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
             result.acceptance += delta.acceptance or Acceptance()
             result.seconds = time.perf_counter() - self._began
-
-    def result(self) -> GenerationResult:
-        """The result, once every answer has finished."""
-        return self._result

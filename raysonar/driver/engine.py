@@ -1,7 +1,6 @@
 """Engine: prompts in, text out."""
 
 import asyncio
-import queue
 import threading
 import uuid
 import weakref
@@ -9,6 +8,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from functools import partial
 from os import PathLike
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from raysonar.config import CacheConfig, DType, EngineConfig, MtpHidden, SchedulingConfig, SpeculationConfig, describe
-from raysonar.driver.collect import Collector
+from raysonar.driver.collect import Collector, Finished
 from raysonar.driver.loop import STEP_TIMEOUT_S, EngineLoop
 from raysonar.driver.outputs import Delta, GenerationResult
 from raysonar.driver.params import SamplingParams
@@ -32,7 +32,7 @@ from raysonar.ranks.start import start_rank
 
 Prompt = str | Sequence[int]
 """A text, or token ids."""
-_News = queue.SimpleQueue[tuple[int, Delta | RaysonarError]]
+_News = SimpleQueue[tuple[int, Delta | RaysonarError]]
 StartRank = Callable[[EngineConfig], tuple[StepChannel, RankInfo]]
 
 
@@ -153,11 +153,20 @@ class Engine:
 
         Raises InvalidRequestError before anything is queued, EngineFailedError when the engine fails.
         """
-        requests, news = self._requests(prompts, params)
-        collectors = [Collector(request) for request in requests]
-        for position, delta in self._news(requests, news):
-            collectors[position].add(delta)
-        return [collector.result() for collector in collectors]
+        collectors: list[Collector] = []
+        requests = self._requests(prompts, params, lambda position: lambda item: collectors[position].take(item))
+        finished: Finished = SimpleQueue()
+        collectors += [Collector(request, finished) for request in requests]
+        try:
+            self._loop.submit(requests)
+            for _ in requests:
+                error = finished.get()  # comes without fail: the loop's last act is to tell every open request
+                if error is not None:
+                    raise error
+        finally:
+            for request in requests:
+                self._loop.drop(request)
+        return [collector.result for collector in collectors]
 
     def generate_stream(
         self,
@@ -168,7 +177,9 @@ class Engine:
 
         Raises InvalidRequestError here, before anything is queued; the requests are queued with the first `next`.
         """
-        return self._news(*self._requests(prompts, params))
+        news: _News = SimpleQueue()
+        requests = self._requests(prompts, params, lambda position: lambda item: news.put((position, item)))
+        return self._deltas(requests, news)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
@@ -207,25 +218,23 @@ class Engine:
         self.close()
 
     def _requests(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> tuple[list[Request], _News]:
-        """Checked requests, and the queue that their news will come to."""
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        sink: Callable[[int], Sink],
+    ) -> list[Request]:
+        """Checked requests; `sink` makes the sink of the prompt at a position."""
         self._loop.check_running()
-        news: _News = queue.SimpleQueue()
-
-        def sink(position: int) -> Sink:
-            return lambda item: news.put((position, item))
-
         pairs = _pair(prompts, params)
-        return [self._request(prompt, each, sink(at)) for at, (prompt, each) in enumerate(pairs)], news
+        return [self._request(prompt, each, sink(position)) for position, (prompt, each) in enumerate(pairs)]
 
-    def _news(self, requests: list[Request], news: _News) -> Generator[tuple[int, Delta]]:
+    def _deltas(self, requests: list[Request], news: _News) -> Generator[tuple[int, Delta]]:
         """Queue requests: (prompt's position, delta) until all are finished."""
         self._loop.submit(requests)
         open_answers = sum(len(request.answers) for request in requests)
         try:
             while open_answers:
-                position, item = news.get()  # comes without fail: the loop's last act is to tell every open request
+                position, item = news.get()
                 if isinstance(item, RaysonarError):
                     raise item
                 open_answers -= item.finish_reason is not None
