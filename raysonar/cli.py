@@ -106,7 +106,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--speculative-tokens", type=int, metavar="K", help="draft tokens a step, 0 to 4 (default: 1)")
     group.add_argument("--dtype", help="auto, float32, bfloat16 or float16 (default: auto, the checkpoint's)")
     group.add_argument("--device", help="auto, cpu or cuda (default: auto)")
-    group.add_argument("--threads", type=int, metavar="N", help="CPU threads of the model")
+    group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice; 1 in serve)")
     group.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer (default: all)")
     group.add_argument("--max-running", type=int, metavar="N", help="requests that run at once (default: 64)")
     group.add_argument("--token-budget", type=int, metavar="N", help="tokens a step at the most (default: 1024)")

@@ -3,14 +3,14 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from ray import serve
-from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
 from starlette.exceptions import HTTPException
 
 from raysonar.driver.outputs import Delta
@@ -25,13 +25,17 @@ from raysonar.serving.problems import (
     too_large,
     unavailable,
 )
-from raysonar.serving.protocol import ChatBody, CompletionBody
+from raysonar.serving.protocol import ChatBody, CompletionBody, GenerationBody
 from raysonar.serving.responses import Answer, ChatAnswer, CompletionAnswer, event
 
 PROBE_TIMEOUT_S = 5.0
 """A driver that does not answer a probe for this long is not well."""
 
+_STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+"""Events pass on at once, past caches and nginx."""
+
 Deltas = list[tuple[int, Delta]]
+Body = TypeVar("Body", bound=GenerationBody)
 logger = logging.getLogger("ray.serve")
 
 
@@ -77,41 +81,38 @@ class Ingress:
 
     async def health(self) -> Response:
         """200 while the driver's engine is alive and not stuck, however busy it is."""
-        return await self._probe("check_health", "ok")
+        return await self._probe("ok")
 
     async def ready(self) -> Response:
         """200 once tokens have been generated through the engine: a driver is up only after that."""
-        return await self._probe("check_health", "ready")
+        return await self._probe("ready")
 
     async def completions(self, request: Request) -> Response:
         """OpenAI's /v1/completions."""
-        try:
-            body = CompletionBody.model_validate_json(await _read(request))
-            answer = CompletionAnswer(body, await self._vocabulary_for(body))
-            return await self._answer(answer)
-        except Exception as error:
-            return _problem_response(error)
+        return await self._respond(request, CompletionBody, CompletionAnswer)
 
     async def chat_completions(self, request: Request) -> Response:
         """OpenAI's /v1/chat/completions."""
+        return await self._respond(request, ChatBody, ChatAnswer)
+
+    async def _respond(
+        self, request: Request, body_type: type[Body], answer_type: Callable[[Body, Vocabulary | None], Answer]
+    ) -> Response:
+        """The answer, or what is wrong with the request, as long as no token is out."""
         try:
-            body = ChatBody.model_validate_json(await _read(request))
-            answer = ChatAnswer(body, await self._vocabulary_for(body))
-            return await self._answer(answer)
+            body = body_type.model_validate_json(await _read(request))
+            if body.model != self._model:
+                raise model_not_found(body.model, self._model)
+            params = body.sampling()
+            answer = answer_type(body, await self._vocabulary_for(body))
+            deltas = self._generate(Generation(answer.id, body.prompts, params, whole=not body.stream))
+            if not body.stream:
+                async with aclosing(deltas):
+                    return JSONResponse(answer.whole([news async for batch in deltas for news in batch]))
+            first = await anext(deltas)
+            return StreamingResponse(_events(answer, first, deltas), headers=_STREAM_HEADERS)
         except Exception as error:
             return _problem_response(error)
-
-    async def _answer(self, answer: Answer) -> Response:
-        """Whole or streamed, as the request asks; errors before the first token raise."""
-        body = answer.body
-        if body.model != self._model:
-            raise model_not_found(body.model, self._model)
-        deltas = self._generate(Generation(answer.id, body.prompts, body.sampling(), whole=not body.stream))
-        if not body.stream:
-            async with aclosing(deltas):
-                return JSONResponse(answer.whole([news async for batch in deltas for news in batch]))
-        first = await anext(deltas)
-        return StreamingResponse(_events(answer, first, deltas), media_type="text/event-stream")
 
     async def _generate(self, generation: Generation) -> AsyncGenerator[Deltas]:
         """The driver's deltas, in batches. Closing it stops the generation."""
@@ -130,20 +131,20 @@ class Ingress:
             self._ongoing -= 1
             batches.cancel()  # type: ignore[no-untyped-call]
 
-    async def _vocabulary_for(self, body: CompletionBody | ChatBody) -> Vocabulary | None:
+    async def _vocabulary_for(self, body: GenerationBody) -> Vocabulary | None:
         if body.needs_vocabulary and self._vocabulary is None:
             async with asyncio.timeout(self._start_timeout_s):
                 self._vocabulary = await self._driver.vocabulary.remote()
         return self._vocabulary
 
-    async def _probe(self, method: str, status: str) -> Response:
-        probe = getattr(self._driver, method).remote()
+    async def _probe(self, status: str) -> Response:
+        probe = cast(DeploymentResponse[None], self._driver.check_health.remote())
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 await probe
-        except Exception as error:
-            probe.cancel()
-            return _problem_response(unavailable(f"The engine is not {status}: {error!r}", "engine_unavailable"))
+        except Exception:
+            probe.cancel()  # type: ignore[no-untyped-call]
+            return _problem_response(unavailable(f"The engine is not {status}", "engine_unavailable"))
         return JSONResponse({"status": status})
 
 

@@ -93,7 +93,7 @@ def _connect(config: ServiceConfig, where: Listening) -> Path | None:
     """Returns the folder of the logs of a Ray that this starts."""
     if where.address is not None:
         _check_cluster(where.address)
-        ray.init(address=where.address, logging_level=logging.WARNING)
+        ray.init(address=where.address, logging_level=logging.WARNING, log_to_driver=False)
         return None
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # Ray's own switch: nothing calls home
     context: Any = ray.init(
