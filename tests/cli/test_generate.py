@@ -195,7 +195,7 @@ def test_version(capsys: pytest.CaptureFixture[str]):
 def long_command(folder: Path) -> subprocess.Popen[str]:
     """The command with far more to say than a pipe holds."""
     prompts = [word for number in range(60) for word in ("--prompt", str(number))]
-    words = [*arguments(folder, "--json", *prompts), "--max-tokens", "400", "--max-running", "2"]
+    words = [*arguments(folder, "--json", *prompts), "--max-tokens", "100", "--max-running", "2"]
     pipe = subprocess.PIPE
     return subprocess.Popen([str(COMMAND), *words], stdout=pipe, stderr=pipe, text=True, env=os.environ)
 
