@@ -51,6 +51,8 @@ def paged_attention(
     `values` cut the entry. Returns [tokens, kv_heads, heads per kv head, value width].
     """
     outputs = [_attend_group(q, cache, group, scale, keys, values) for group in plan.groups]
+    if not outputs:
+        return q.new_empty((*q.shape[:3], len(range(*values.indices(cache.shape[-1])))))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 

@@ -20,5 +20,5 @@ def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
 
     x: [tokens, heads, channels]; rotation: complex64 [tokens, 1, channels / 2], the unit (or YaRN-scaled) phasors.
     """
-    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], x.shape[-1] // 2, 2))
     return torch.view_as_real(pairs * rotation).flatten(-2).to(x.dtype)

@@ -1,4 +1,4 @@
-"""The routed experts of one layer."""
+"""The routed experts of one layer that this rank owns."""
 
 from collections.abc import Iterable
 
@@ -17,16 +17,17 @@ class Experts:
         self._down = [Linear(weight) for weight in down]
 
     def __call__(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """sum_k weights[:, k] * expert_k(x).
+        """sum_k weights[:, k] * expert_k(x), over this rank's experts.
 
-        x: [tokens, hidden]; experts: int64 [tokens, top_k]; weights: [tokens, top_k]. Returns [tokens, hidden]. Each
-        token's sum runs over its k in order, so that it does not depend on the other tokens.
+        x: [tokens, hidden]; experts: int64 [tokens, top_k], -1 for an expert of another rank; weights: [tokens, top_k].
+        Returns [tokens, hidden]. Each token's sum runs over its k in order, so that it does not depend on the other
+        tokens.
         """
         tokens, top_k = experts.shape
         flat = experts.view(-1)
         order = flat.argsort(stable=True)
-        counts = torch.bincount(flat, minlength=len(self._down)).tolist()
-        routed = x[order // top_k]
+        foreign, *counts = torch.bincount(flat + 1, minlength=len(self._down) + 1).tolist()
+        routed = x[order // top_k] if not foreign else x[order[foreign:] // top_k]
         outputs, start = [], 0
         for expert, count in enumerate(counts):
             if count:
@@ -35,6 +36,8 @@ class Experts:
                 start += count
         if not outputs:
             return torch.zeros_like(x)
-        unsorted = torch.empty_like(routed)
+        if foreign:
+            outputs.insert(0, x.new_zeros((foreign, x.shape[1])))
+        unsorted = x.new_empty((tokens * top_k, x.shape[1]))
         unsorted[order] = torch.cat(outputs)
         return torch.bmm(weights.to(x.dtype)[:, None], unsorted.view(tokens, top_k, -1)).squeeze(1)

@@ -43,7 +43,7 @@ class Router:
 
     def _keep_best_groups(self, scores: torch.Tensor) -> torch.Tensor:
         """-inf for every expert outside the best groups (as in DeepSeek's own code)."""
-        grouped = scores.view(scores.shape[0], self.groups, -1)
+        grouped = scores.view(scores.shape[0], self.groups, scores.shape[1] // self.groups)
         if self.selection == "noaux_tc":
             group_scores = grouped.topk(2, -1, sorted=False).values.sum(-1)
         else:

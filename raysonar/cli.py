@@ -110,6 +110,11 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer (default: all)")
     group.add_argument("--max-running", type=int, metavar="N", help="requests that run at once (default: 64)")
     group.add_argument("--token-budget", type=int, metavar="N", help="tokens a step at the most (default: 1024)")
+    group.add_argument("--tensor-parallel", type=int, metavar="T", help="ranks that share attention (default: 1)")
+    group.add_argument("--data-parallel", type=int, metavar="P", help="rows of ranks, T x P in all (default: 1)")
+    group.add_argument(
+        "--micro-batching", choices=("never", "always"), help="run steps as two overlapping halves (default: never)"
+    )
 
 
 def _given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -124,6 +129,15 @@ def _engine_values(options: argparse.Namespace) -> dict[str, Any]:
         **_given(options, "model", "dtype", "device", "threads", "max_model_len"),
         "speculation": {} if drafts is None else {"tokens": drafts},
         "scheduling": _given(options, "max_running", "token_budget"),
+        "parallel": {
+            field: value
+            for field, value in (
+                ("tensor", options.tensor_parallel),
+                ("data", options.data_parallel),
+                ("micro_batching", options.micro_batching),
+            )
+            if value is not None
+        },
     }
 
 

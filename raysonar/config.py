@@ -9,6 +9,7 @@ from raysonar.errors import ConfigurationError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 MtpHidden = Literal["auto", "pre_norm", "post_norm"]
+MicroBatching = Literal["never", "always"]
 
 
 class _Frozen(BaseModel):
@@ -54,6 +55,28 @@ class SchedulingConfig(_Frozen):
     is planned on upper bounds while the one before it runs."""
 
 
+class ParallelConfig(_Frozen):
+    """The group of ranks, tensor x data of them, each a Ray actor (one rank alone lives in the engine's process)."""
+
+    tensor: Annotated[int, Field(ge=1)] = 1
+    """Ranks that share a row's attention, embedding and head; the model's heads must be a multiple of it."""
+    data: Annotated[int, Field(ge=1)] = 1
+    """Rows, each with requests, slots and pages of its own. Experts are spread over all ranks."""
+    micro_batching: MicroBatching = "never"
+    """"always" runs every step as two halves: one computes while the other's tokens travel to their experts or back."""
+    placement: Literal["STRICT_PACK", "PACK", "SPREAD"] = "PACK"
+    """Ray's strategy: all ranks on one node, on as few as can be, or on as many."""
+    start_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    """How long placing and starting the ranks may take."""
+    collective_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """How long a collective may wait for the slowest rank before the group fails."""
+
+    @property
+    def world(self) -> int:
+        """Ranks in the group."""
+        return self.tensor * self.data
+
+
 class EngineConfig(_Frozen):
     """All that one engine needs."""
 
@@ -70,6 +93,7 @@ class EngineConfig(_Frozen):
     cache: CacheConfig = CacheConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     scheduling: SchedulingConfig = SchedulingConfig()
+    parallel: ParallelConfig = ParallelConfig()
 
 
 class ServiceConfig(_Frozen):

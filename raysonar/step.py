@@ -92,6 +92,10 @@ class StepPlan(_Packed):
 
     number: NDArray[np.int64] = _array("<i8")
     """[1]: counts the steps."""
+    halves: NDArray[np.int64] = _array("<i8")
+    """[1]: 2 when the step runs as two micro-batches, else 1; the same on all ranks."""
+    draft_rounds: NDArray[np.int64] = _array("<i8")
+    """[1]: the most drafts of any row on any rank: every rank runs the draft so often, with or without rows."""
     admitted_slot: Ints = _array()
     admitted_length: Ints = _array()
     """Known tokens of each admitted slot."""

@@ -15,8 +15,19 @@ from typing import Any, Self
 import numpy as np
 from pydantic import ValidationError
 
-from raysonar.config import CacheConfig, DType, EngineConfig, MtpHidden, SchedulingConfig, SpeculationConfig, describe
+from raysonar.config import (
+    CacheConfig,
+    DType,
+    EngineConfig,
+    MicroBatching,
+    MtpHidden,
+    ParallelConfig,
+    SchedulingConfig,
+    SpeculationConfig,
+    describe,
+)
 from raysonar.driver.collect import Collector, Finished
+from raysonar.driver.data_parallel import DataParallel
 from raysonar.driver.loop import STEP_TIMEOUT_S, EngineLoop
 from raysonar.driver.outputs import Delta, GenerationResult
 from raysonar.driver.params import SamplingParams
@@ -28,7 +39,7 @@ from raysonar.model.tokenizer import Tokenizer
 from raysonar.observe.counters import EngineStats
 from raysonar.observe.steps import StepLog
 from raysonar.ranks.channel import RankInfo, StepChannel
-from raysonar.ranks.start import start_rank
+from raysonar.ranks.start import start_ranks
 
 Prompt = str | Sequence[int]
 """A text, or token ids."""
@@ -49,7 +60,7 @@ class Engine:
         self,
         config: EngineConfig,
         *,
-        start: StartRank = start_rank,
+        start: StartRank = start_ranks,
         tokenizer: Tokenizer | None = None,
         step_timeout: float = STEP_TIMEOUT_S,
     ) -> None:
@@ -68,18 +79,21 @@ class Engine:
             page_size=self.info.page_size,
             eos_token_ids=eos,
         )
-        scheduler = Scheduler(
-            slots=self.info.slots,
-            pages=self.info.pages,
-            page_size=self.info.page_size,
-            max_tokens=self._limits.tokens,
-            token_budget=config.scheduling.token_budget,
-            speculative_tokens=self.info.speculative_tokens,
-            prefix_caching=config.cache.prefix_caching,
-        )
+        rows = [
+            Scheduler(
+                slots=self.info.slots,
+                pages=self.info.pages,
+                page_size=self.info.page_size,
+                max_tokens=self._limits.tokens,
+                token_budget=config.scheduling.token_budget,
+                speculative_tokens=self.info.speculative_tokens,
+                prefix_caching=config.cache.prefix_caching,
+            )
+            for _ in range(config.parallel.data)
+        ]
         self._loop = EngineLoop(
             channel=channel,
-            scheduler=scheduler,
+            scheduler=DataParallel(rows, halves=2 if config.parallel.micro_batching == "always" else 1),
             decoder=self.tokenizer if self.tokenizer.available else None,
             eos_token_ids=eos,
             plans_in_flight=config.scheduling.plans_in_flight,
@@ -108,6 +122,9 @@ class Engine:
         token_budget: int = 1024,
         max_waiting: int = 65536,
         plans_in_flight: int = 1,
+        tensor_parallel: int = 1,
+        data_parallel: int = 1,
+        micro_batching: MicroBatching = "never",
         progress: bool = False,
     ) -> Self:
         """Serve a Hugging Face folder; every option is a field of EngineConfig, where it is explained.
@@ -134,10 +151,11 @@ class Engine:
                     max_waiting=max_waiting,
                     plans_in_flight=plans_in_flight,
                 ),
+                parallel=ParallelConfig(tensor=tensor_parallel, data=data_parallel, micro_batching=micro_batching),
             )
         except ValidationError as error:
             raise ConfigurationError(describe(error)) from error
-        return cls(config, start=partial(start_rank, progress=progress))
+        return cls(config, start=partial(start_ranks, progress=progress))
 
     @property
     def steps(self) -> StepLog:

@@ -7,11 +7,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
+from raysonar.driver.data_parallel import DataParallel
 from raysonar.driver.detokenize import Decoder
 from raysonar.driver.emission import Emitter, ResultLogprobs
 from raysonar.driver.outputs import Delta
 from raysonar.driver.request import Answer, Request
-from raysonar.driver.scheduler import Advance, Scheduler
+from raysonar.driver.scheduler import Advance, Step
 from raysonar.errors import EngineFailedError, InvalidRequestError, QueueFullError
 from raysonar.observe.counters import EngineStats
 from raysonar.observe.steps import StepLog, StepRecord
@@ -33,7 +34,7 @@ class EngineLoop:
         self,
         *,
         channel: StepChannel,
-        scheduler: Scheduler,
+        scheduler: DataParallel,
         decoder: Decoder | None,
         eos_token_ids: frozenset[int],
         plans_in_flight: int,
@@ -68,7 +69,7 @@ class EngineLoop:
         with self._changed:
             self.check_running()
             waiting = self._scheduler.waiting + self._held_back
-            room = self._scheduler.slots.empty + self._max_waiting - waiting
+            room = self._scheduler.empty + self._max_waiting - waiting
             more = sum(len(request.answers) for request in requests)
             if more > room:
                 raise QueueFullError(f"{waiting} answers are waiting and {more} more were asked for; {room} find room")
@@ -106,15 +107,15 @@ class EngineLoop:
     def stats(self) -> EngineStats:
         """The engine now."""
         with self._changed:
-            scheduler, counters = self._scheduler, self._scheduler.counters
+            scheduler, counters, rows = self._scheduler, self._scheduler.totals(), self._scheduler.rows
             return EngineStats(
-                slots=scheduler.slots.total,
+                slots=sum(row.slots.total for row in rows),
                 running=scheduler.running,
                 waiting=scheduler.waiting + self._held_back,
-                pages=scheduler.pages.total,
-                pages_free=scheduler.pages.free,
-                pages_referenced=scheduler.pages.referenced,
-                pages_cached=scheduler.pages.cached,
+                pages=sum(row.pages.total for row in rows),
+                pages_free=sum(row.pages.free for row in rows),
+                pages_referenced=sum(row.pages.referenced for row in rows),
+                pages_cached=sum(row.pages.cached for row in rows),
                 steps_in_flight=scheduler.in_flight,
                 steps=counters.steps,
                 requests=counters.requests,
@@ -158,9 +159,9 @@ class EngineLoop:
             while self._await_work():
                 self._busy_since = time.monotonic()
                 self._send_plans()
-                result = self._receive()
-                if result is not None:
-                    self._take_in(result)
+                results = self._receive()
+                if results is not None:
+                    self._take_in(results)
                 self._busy_since = None
         except BaseException as error:  # whatever ends the loop must reach those who wait
             cause = error.__cause__ if isinstance(error, EngineFailedError) and error.__cause__ else error
@@ -181,49 +182,37 @@ class EngineLoop:
         while len(self._sent) < self._plans_in_flight:
             began = time.perf_counter()
             with self._changed:
-                plan = self._scheduler.schedule()
-            if plan is None:
+                plans = self._scheduler.schedule()
+            if plans is None:
                 break
             self._sent.append(time.perf_counter() - began)
-            self._channel.send(plan.pack())
+            self._channel.send([plan.pack() for plan in plans])
 
-    def _receive(self) -> StepResult | None:
-        """The oldest outstanding result; None when no step is outstanding or the engine is being closed."""
+    def _receive(self) -> list[StepResult] | None:
+        """The oldest outstanding step's results, one a row; None when there is none or the engine is being closed."""
         if not self._sent:
             return None
         deadline = time.monotonic() + self._step_timeout
         while not self._closing:
             try:
-                result = StepResult.unpack(self._channel.receive(_POLL_S))
+                results = [StepResult.unpack(each) for each in self._channel.receive(_POLL_S)]
             except TimeoutError:
                 if time.monotonic() > deadline:
                     raise EngineFailedError(f"a step brought no result within {self._step_timeout:.0f} s") from None
             else:
-                return result
+                return results
         return None
 
-    def _take_in(self, result: StepResult) -> None:
+    def _take_in(self, results: list[StepResult]) -> None:
         plan_seconds = self._sent.popleft()
         with self._changed:
-            step = self._scheduler.commit(result)
-            logprobs = ResultLogprobs(result)
-            for advance in step.advances:
-                if not advance.answer.finished:  # its request may have been cut off by an answer before it
-                    self._give_out(advance, logprobs)
-        verify, draft = result.seconds.tolist()
-        self.steps.append(
-            StepRecord(
-                number=step.number,
-                rows=step.rows,
-                prefill_tokens=step.prefill_tokens,
-                decode_tokens=step.decode_tokens,
-                drafted=step.drafted,
-                accepted=step.accepted,
-                plan_seconds=plan_seconds,
-                verify_seconds=verify,
-                draft_seconds=draft,
-            )
-        )
+            steps = self._scheduler.commit(results)
+            for step, result in zip(steps, results, strict=True):
+                logprobs = ResultLogprobs(result)
+                for advance in step.advances:
+                    if not advance.answer.finished:  # its request may have been cut off by an answer before it
+                        self._give_out(advance, logprobs)
+        self.steps.append(_record(steps, results, plan_seconds))
 
     def _give_out(self, advance: Advance, logprobs: ResultLogprobs) -> None:
         answer = advance.answer
@@ -298,6 +287,22 @@ class EngineLoop:
 
 def _failed(cause: BaseException) -> EngineFailedError:
     return EngineFailedError(f"the engine has failed: {type(cause).__name__}: {cause}")
+
+
+def _record(steps: Sequence[Step], results: Sequence[StepResult], plan_seconds: float) -> StepRecord:
+    """One record of all data-parallel rows' step; times are those of the slowest."""
+    verify, draft = (max(times) for times in zip(*(result.seconds.tolist() for result in results), strict=True))
+    return StepRecord(
+        number=steps[0].number,
+        rows=sum(step.rows for step in steps),
+        prefill_tokens=sum(step.prefill_tokens for step in steps),
+        decode_tokens=sum(step.decode_tokens for step in steps),
+        drafted=sum(step.drafted for step in steps),
+        accepted=sum(step.accepted for step in steps),
+        plan_seconds=plan_seconds,
+        verify_seconds=verify,
+        draft_seconds=draft,
+    )
 
 
 def _nowhere(_: object) -> None:

@@ -57,6 +57,8 @@ class Answer:
     arrival: int = field(default_factory=lambda: next(_arrivals))
     keys: list[bytes] = field(default_factory=list)
     """Page keys of its leading tokens, as far as they were needed yet."""
+    data_rank: int = 0
+    """The data-parallel row that it runs on."""
     slot: int = -1
     """-1 while it does not run."""
     cached_tokens: int = 0

@@ -146,6 +146,10 @@ class Scheduler:
             return None
         return self._plan(decode, drafts, draft)
 
+    def idle(self) -> StepPlan:
+        """A plan without rows: the next step, when only others have something to do."""
+        return self._plan(_NO_ROWS, np.empty(0, np.int32), _Draft())
+
     def _choose_decode_rows(self) -> tuple[Longs, Ints]:
         """Slots whose next row follows from known tokens only, and the drafts of each."""
         slots = self.slots
@@ -260,6 +264,8 @@ class Scheduler:
         pages = np.array(draft.pages, np.int32).reshape(-1, 3)
         return StepPlan(
             number=number,
+            halves=np.ones(1, np.int64),
+            draft_rounds=np.array([row_drafts.max(initial=0)], np.int64),
             **_admissions(draft.admitted),
             page_slot=pages[:, 0],
             page_index=pages[:, 1],

@@ -19,6 +19,8 @@ class Batch:
     entries: torch.Tensor
     """int64 [T]: the cache entry (page * page_size + offset) that each token's keys and values are written to."""
     attention: AttentionPlan
+    half: int
+    """Which half of the step it is: each has communicators of its own."""
 
 
 def packing_order(row_tokens: NDArray[np.int32], row_bound: NDArray[np.int32], page_size: int) -> NDArray[np.intp]:
@@ -37,11 +39,37 @@ def pack(
     *,
     page_size: int,
     dtype: torch.dtype,
-) -> Batch:
-    """A batch of rows that are in packing order.
+    halves: int = 1,
+) -> list[Batch]:
+    """Rows that are in packing order, as one batch or as two of similar token counts; no row is cut.
 
     starts: int64 [R], each row's computed length; page_table: int64 [R, pages]. No value is read back from the device.
     """
+    cut = len(row_tokens)
+    if halves == 2:
+        ends = np.cumsum(row_tokens)
+        cut = int(np.abs(ends - row_tokens.sum() / 2).argmin()) + 1 if len(row_tokens) > 1 else len(row_tokens)
+    edges = [0, cut, len(row_tokens)][: halves + 1]
+    return [
+        _pack_half(
+            row_tokens[low:high], row_bound[low:high], starts[low:high], page_table[low:high], page_size, dtype, half
+        )
+        for half, (low, high) in enumerate(itertools.pairwise(edges))
+    ]
+
+
+def _pack_half(
+    row_tokens: NDArray[np.int32],
+    row_bound: NDArray[np.int32],
+    starts: torch.Tensor,
+    page_table: torch.Tensor,
+    page_size: int,
+    dtype: torch.dtype,
+    half: int,
+) -> Batch:
+    if not len(row_tokens):
+        nothing = starts.new_empty(0)
+        return Batch(nothing, nothing, AttentionPlan(()), half)
     classes = _size_class(row_bound, page_size)
     changes = np.flatnonzero((np.diff(row_tokens) != 0) | (np.diff(classes) != 0)) + 1
     edges = [0, *changes.tolist(), len(row_tokens)]
@@ -54,7 +82,7 @@ def pack(
         positions.append(at.flatten())
         entries.append((pages.gather(1, at // page_size) * page_size + at % page_size).flatten())
         first += (high - low) * queries
-    return Batch(_join(positions), _join(entries), AttentionPlan(tuple(groups)))
+    return Batch(_join(positions), _join(entries), AttentionPlan(tuple(groups)), half)
 
 
 def _join(parts: list[torch.Tensor]) -> torch.Tensor:

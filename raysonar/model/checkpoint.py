@@ -90,6 +90,11 @@ class CheckpointReader:
             raise _fault(stored, name, f"a dtype of {', '.join(_PLAIN)}", stored.dtype)
         return self._take(name, stored, select)
 
+    def skip(self, name: str) -> None:
+        """Leave a tensor to another rank."""
+        if stored := self._unread.pop(name, None):
+            self._bar.update(stored.bytes)
+
     def finish(self) -> None:
         """Raises ModelFolderError when weights were left unread: a sign that config.json describes another model."""
         left = [name for name, stored in self._unread.items() if stored.bytes and not self._may_be_left(name)]

@@ -7,47 +7,52 @@ from raysonar.kernels.elementwise import rms_norm, rotate
 from raysonar.kernels.linear import Linear
 from raysonar.model.batch import Batch
 from raysonar.model.cache import KvCache
-from raysonar.model.mlp import Mlp
+from raysonar.model.mlp import ShardedMlp
+from raysonar.model.moe import Moe
 from raysonar.model.rope import interleave_order
 from raysonar.model.spec import DeepseekSpec, MoeSpec
 from raysonar.model.transformer import Transformer
 from raysonar.model.weights import Weights
-from raysonar.moe.experts import Experts
-from raysonar.moe.routing import Router
+from raysonar.moe.executor import Pass
 
 
 class LatentAttention:
     """MLA (2405.04434, section 2.1): the cache holds one latent and one rotated key a token, shared by all heads.
 
     Keys and values are never expanded: the key up-projection is absorbed into the query, the value up-projection into
-    the output (2405.04434, section 2.1.2).
+    the output (2405.04434, section 2.1.2). Heads are split over a data-parallel row, the
+    latents kept by every rank of it.
     """
 
     def __init__(self, spec: DeepseekSpec, weights: Weights, prefix: str, layer: int) -> None:
         mla = self._mla = spec.mla
-        self._layer = layer
-        q_rows = mla.heads * (mla.nope_dim + mla.rope_dim)
+        self._layer, self._communicators = layer, weights.communicators
+        heads = weights.place.share(mla.heads)
+        self._heads = heads.stop - heads.start
+        q_rows, own_q = mla.heads * mla.q_dim, _rows(heads, mla.q_dim)
         kv_rows = mla.kv_lora_rank + mla.rope_dim
         name = f"{prefix}.self_attn."
         order = self._rope_order()
         kv_a = weights.tensor(f"{name}kv_a_proj_with_mqa.weight", kv_rows, spec.hidden)
         kv_a[mla.kv_lora_rank :] = kv_a[mla.kv_lora_rank :][order]
         if mla.q_lora_rank is None:
-            q = weights.tensor(f"{name}q_proj.weight", q_rows, spec.hidden)
-            down = self._interleaved(q)
+            down = self._interleaved(weights.tensor(f"{name}q_proj.weight", q_rows, spec.hidden, select=(own_q,)))
             self._q_norm, self._q_up = None, None
         else:
             down = weights.tensor(f"{name}q_a_proj.weight", mla.q_lora_rank, spec.hidden)
             self._q_norm = weights.tensor(f"{name}q_a_layernorm.weight", mla.q_lora_rank)
-            self._q_up = Linear(self._interleaved(weights.tensor(f"{name}q_b_proj.weight", q_rows, mla.q_lora_rank)))
+            up = weights.tensor(f"{name}q_b_proj.weight", q_rows, mla.q_lora_rank, select=(own_q,))
+            self._q_up = Linear(self._interleaved(up))
         self._down = Linear(torch.cat((down, kv_a)))
         self._split = (down.shape[0], mla.kv_lora_rank, mla.rope_dim)
         self._kv_norm = weights.tensor(f"{name}kv_a_layernorm.weight", mla.kv_lora_rank)
-        up_rows = mla.heads * (mla.nope_dim + mla.v_dim)
-        up = weights.tensor(f"{name}kv_b_proj.weight", up_rows, mla.kv_lora_rank).view(mla.heads, -1, mla.kv_lora_rank)
+        head_rows = mla.nope_dim + mla.v_dim
+        up_shape, own_up = (mla.heads * head_rows, mla.kv_lora_rank), _rows(heads, head_rows)
+        up = weights.tensor(f"{name}kv_b_proj.weight", *up_shape, select=(own_up,)).view(self._heads, head_rows, -1)
         self._key_up = up[:, : mla.nope_dim].contiguous()  # [heads, nope, latent]
         self._value_up = up[:, mla.nope_dim :].mT.contiguous()  # [heads, latent, v]
-        self._out = weights.linear((f"{name}o_proj.weight", spec.hidden), in_features=mla.heads * mla.v_dim)
+        out_columns = mla.heads * mla.v_dim
+        self._out = weights.linear_columns(f"{name}o_proj.weight", spec.hidden, out_columns, _rows(heads, mla.v_dim))
 
     def __call__(self, x: torch.Tensor, batch: Batch, rotation: torch.Tensor, cache: KvCache) -> torch.Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]; writes the tokens' cache entries first."""
@@ -55,7 +60,7 @@ class LatentAttention:
         q, latent, key_rope = self._down(x).split_with_sizes(self._split, -1)
         if self._q_up is not None and self._q_norm is not None:
             q = self._q_up(rms_norm(q, self._q_norm, mla.norm_eps))
-        q_nope, q_rope = q.view(tokens, mla.heads, -1).split_with_sizes((mla.nope_dim, mla.rope_dim), -1)
+        q_nope, q_rope = q.view(tokens, self._heads, mla.q_dim).split_with_sizes((mla.nope_dim, mla.rope_dim), -1)
         rotated = rotate(torch.cat((q_rope, key_rope[:, None]), 1), rotation)
         latent = rms_norm(latent, self._kv_norm, mla.norm_eps)
         cache.write(self._layer, batch.entries, torch.cat((latent, rotated[:, -1]), -1)[:, None])
@@ -69,7 +74,8 @@ class LatentAttention:
             values=slice(mla.kv_lora_rank),
         )
         values = torch.bmm(out.squeeze(1).transpose(0, 1), self._value_up)
-        return self._out(values.transpose(0, 1).reshape(tokens, -1))
+        own = self._out(values.transpose(0, 1).reshape(tokens, self._heads * mla.v_dim))
+        return self._communicators[batch.half].sum_over_row(own)
 
     def _rope_order(self) -> torch.Tensor:
         dim = self._mla.rope_dim
@@ -78,43 +84,9 @@ class LatentAttention:
     def _interleaved(self, q: torch.Tensor) -> torch.Tensor:
         """The query projection with its RoPE rows in pairs (2i, 2i + 1)."""
         mla = self._mla
-        heads = q.view(mla.heads, -1, q.shape[-1])
+        heads = q.view(self._heads, mla.q_dim, q.shape[-1])
         heads[:, mla.nope_dim :] = heads[:, mla.nope_dim :][:, self._rope_order()]
         return q
-
-
-class Moe:
-    """Routed experts plus shared ones that see every token (2412.19437, section 2.1.2)."""
-
-    def __init__(self, hidden: int, spec: MoeSpec, weights: Weights, prefix: str) -> None:
-        self._gate = weights.tensor(f"{prefix}.gate.weight", spec.experts, hidden, dtype=torch.float32)
-        self._bias: torch.Tensor | None = None
-        if spec.selection == "noaux_tc":
-            name = f"{prefix}.gate.e_score_correction_bias"
-            self._bias = weights.tensor(name, spec.experts, dtype=torch.float32)
-        self._route = Router(
-            top_k=spec.top_k,
-            scoring=spec.scoring,
-            selection=spec.selection,
-            groups=spec.groups,
-            top_groups=spec.top_groups,
-            norm_topk_prob=spec.norm_topk_prob,
-            routed_scaling_factor=spec.routed_scaling_factor,
-        )
-        names = [f"{prefix}.experts.{expert}." for expert in range(spec.experts)]
-        rows = spec.intermediate
-        self._experts = Experts(  # read one by one: a layer's experts are never held twice, plain and packed
-            (weights.stacked([(f"{n}gate_proj.weight", rows), (f"{n}up_proj.weight", rows)], hidden) for n in names),
-            (weights.tensor(f"{n}down_proj.weight", hidden, rows) for n in names),
-        )
-        shared = spec.shared_experts * spec.intermediate
-        self._shared = Mlp(hidden, shared, weights, f"{prefix}.shared_experts") if shared else None
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[tokens, hidden] -> [tokens, hidden]."""
-        experts, expert_weights = self._route(torch.mm(x.float(), self._gate.T), self._bias)
-        routed = self._experts(x, experts, expert_weights)
-        return routed if self._shared is None else routed + self._shared(x)
 
 
 class DecoderLayer:
@@ -125,16 +97,19 @@ class DecoderLayer:
         self._attention_norm = weights.tensor(f"{prefix}.input_layernorm.weight", spec.hidden)
         self._attention = LatentAttention(spec, weights, prefix, layer)
         self._mlp_norm = weights.tensor(f"{prefix}.post_attention_layernorm.weight", spec.hidden)
-        self._mlp: Mlp | Moe
+        self._mlp: ShardedMlp | Moe
         if moe is None:
-            self._mlp = Mlp(spec.hidden, spec.intermediate, weights, f"{prefix}.mlp")
+            self._mlp = ShardedMlp(spec.hidden, spec.intermediate, weights, f"{prefix}.mlp")
         else:
             self._mlp = Moe(spec.hidden, moe, weights, f"{prefix}.mlp")
 
-    def __call__(self, x: torch.Tensor, batch: Batch, rotation: torch.Tensor, cache: KvCache) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, batch: Batch, rotation: torch.Tensor, cache: KvCache) -> Pass:
         """[tokens, hidden] -> [tokens, hidden]."""
         x = x + self._attention(rms_norm(x, self._attention_norm, self._eps), batch, rotation, cache)
-        return x + self._mlp(rms_norm(x, self._mlp_norm, self._eps))
+        normed = rms_norm(x, self._mlp_norm, self._eps)
+        if isinstance(self._mlp, Moe):
+            return x + (yield from self._mlp(normed, batch.half))
+        return x + self._mlp(normed, batch.half)
 
 
 def load_deepseek(spec: DeepseekSpec, weights: Weights, *, max_positions: int) -> Transformer:
@@ -154,3 +129,8 @@ def is_moe_layer(spec: DeepseekSpec, layer: int) -> bool:
 def cache_shape(spec: DeepseekSpec) -> tuple[int, int]:
     """(kv_heads, width) of a layer's cache entry."""
     return 1, spec.mla.kv_lora_rank + spec.mla.rope_dim
+
+
+def _rows(heads: slice, size: int) -> slice:
+    """The rows of a matrix that belong to `heads`, `size` rows a head."""
+    return slice(heads.start * size, heads.stop * size)

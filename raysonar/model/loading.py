@@ -1,5 +1,6 @@
 """From a model folder to modules on a device."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from raysonar.model.mtp import MtpModule
 from raysonar.model.spec import DeepseekSpec
 from raysonar.model.transformer import Transformer
 from raysonar.model.weights import Weights
+from raysonar.moe.communicator import ALONE, Communicator
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,14 @@ def load_model(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    communicators: Sequence[Communicator] = ALONE,
     mtp: bool = False,
     max_positions: int | None = None,
     progress: bool = False,
 ) -> LoadedModel:
-    """Read a model's weights, shard by shard.
+    """Read a model's weights, shard by shard; of what is split over the ranks, this rank's part.
 
+    communicators: the rank's, one for each half of a step.
     max_positions: the positions to prepare rotary embeddings for; None takes the model's own. Raises ConfigurationError
     when `mtp` is asked of a model that has no MTP module, ModelFolderError when the weights do not fit the config.
     """
@@ -50,7 +54,7 @@ def load_model(
         )
     positions = max_positions or spec.max_positions
     with torch.inference_mode(), CheckpointReader(folder, dtype=dtype, progress=progress) as reader:
-        weights = Weights(reader, dtype=dtype, device=device)
+        weights = Weights(reader, dtype=dtype, device=device, communicators=communicators)
         if isinstance(spec, DeepseekSpec):
             target = load_deepseek(spec, weights, max_positions=positions)
             module = MtpModule(target, spec, weights) if mtp else None

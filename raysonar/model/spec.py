@@ -44,6 +44,11 @@ class MlaSpec:
     norm_eps: float = 1e-6
     """Of the norms of both latents, which do not follow rms_norm_eps in DeepSeek's code, nor in transformers."""
 
+    @property
+    def q_dim(self) -> int:
+        """Channels of a head's query."""
+        return self.nope_dim + self.rope_dim
+
 
 @dataclass(frozen=True, kw_only=True)
 class MoeSpec:

@@ -27,6 +27,14 @@ class Counters:
         self.requests = 0
         self.aborted = 0
 
+    def __add__(self, other: "Counters") -> "Counters":
+        """The totals of both, except of steps, which are the same ones."""
+        total = Counters(len(self.drafted))
+        for name, value in vars(self).items():
+            setattr(total, name, value + getattr(other, name))
+        total.steps = max(self.steps, other.steps)
+        return total
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:

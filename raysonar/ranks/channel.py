@@ -1,5 +1,6 @@
 """The channel between the driver and the ranks: plans one way, results the other."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,16 +20,19 @@ class RankInfo:
     dtype: str
     device: str
     cache_bytes: int
+    """Of one rank."""
+    processes: tuple[tuple[str, int], ...]
+    """(host name, process id) of each rank."""
 
 
 class StepChannel(Protocol):
-    """Plans are worked on in the order they were sent; each has one result."""
+    """Steps are worked on in the order they were sent; each has one result of each data-parallel row."""
 
-    def send(self, plan: bytes) -> None:
-        """Queue a packed StepPlan; never waits for the ranks."""
+    def send(self, plans: Sequence[bytes]) -> None:
+        """Queue a step: a packed StepPlan for each data-parallel row; does not wait for the ranks to work on it."""
 
-    def receive(self, timeout: float) -> bytes:
-        """The oldest outstanding packed StepResult.
+    def receive(self, timeout: float) -> list[bytes]:
+        """The oldest outstanding step's packed StepResults, one of each data-parallel row.
 
         Raises TimeoutError after `timeout` seconds, EngineFailedError when a rank has failed or the channel is closed.
         """

@@ -1,6 +1,7 @@
 """A rank in the driver's own process."""
 
 from collections import deque
+from collections.abc import Sequence
 
 from raysonar.errors import EngineFailedError
 from raysonar.ranks.rank import Rank
@@ -15,11 +16,12 @@ class InProcessChannel:
         self._rank: Rank | None = rank
         self._plans: deque[bytes] = deque()
 
-    def send(self, plan: bytes) -> None:
-        """Queue a packed StepPlan."""
+    def send(self, plans: Sequence[bytes]) -> None:
+        """Queue the one row's packed StepPlan."""
+        [plan] = plans
         self._plans.append(plan)
 
-    def receive(self, timeout: float) -> bytes:
+    def receive(self, timeout: float) -> list[bytes]:
         """Work on the oldest plan; the time it takes is the step's own, so `timeout` is for an empty queue."""
         if self._rank is None:
             raise EngineFailedError("the rank's channel is closed")
@@ -28,7 +30,7 @@ class InProcessChannel:
         plan = StepPlan.unpack(self._plans.popleft())
         try:
             self._rank.draft()
-            return self._rank.verify(plan).pack()
+            return [self._rank.verify(plan).pack()]
         except Exception as error:
             self._rank = None
             raise EngineFailedError(f"the rank failed in step {plan.number[0]}: {error}") from error

@@ -27,6 +27,9 @@ class Layout:
     logit_rows: NDArray[np.int64]
     """[N]: places in the packed batch whose logits are wanted: of each sampling row its last 1 + drafts tokens."""
     logit_slots: NDArray[np.int32]
+    rounds: int
+    """The most drafts of any row on any rank."""
+    halves: int
 
     @classmethod
     def of(cls, plan: StepPlan, page_size: int) -> Self:
@@ -47,6 +50,8 @@ class Layout:
             sampling=sampling,
             logit_rows=np.repeat(ends[sampling] - logits, logits) + offset,
             logit_slots=np.repeat(slots[sampling], logits),
+            rounds=int(plan.draft_rounds[0]),
+            halves=int(plan.halves[0]),
         )
 
     @property
@@ -56,5 +61,5 @@ class Layout:
 
     @property
     def width(self) -> int:
-        """The most tokens that a row can gain."""
-        return 1 + int(self.drafts.max(initial=0))
+        """The most tokens that a row of any rank can gain."""
+        return 1 + self.rounds

@@ -25,8 +25,7 @@ def answer_logprobs(layout: Layout, slots: SlotTable, logits: torch.Tensor, toke
     column = np.minimum(np.arange(width), counts[asking, None] - 1)
     place = torch.from_numpy((np.cumsum(counts) - counts)[asking, None] + column).to(logits.device)
     table = logits[place.flatten()].log_softmax(-1).view(len(asking), width, -1)
-    chosen = tokens[torch.from_numpy(asking).to(tokens.device)][:, :width]
-    chosen = torch.nn.functional.pad(chosen, (0, width - chosen.shape[1]))
+    chosen = tokens[torch.from_numpy(asking).to(tokens.device)]
     top = table.topk(most, -1)
     rows = layout.order[layout.sampling[asking]]
     return {

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from raysonar.model.batch import Batch, pack
 from raysonar.model.cache import KvCache
 from raysonar.model.loading import LoadedModel
+from raysonar.moe.executor import run
 from raysonar.ranks.layout import Layout
 from raysonar.ranks.logprobs import answer_logprobs, prompt_logprobs
 from raysonar.ranks.slots import SlotTable
@@ -24,7 +25,8 @@ from raysonar.step import StepPlan, StepResult
 class _Verified:
     """A verified batch that the draft has yet to run over."""
 
-    batch: Batch
+    batches: list[Batch]
+    positions: torch.Tensor
     hidden: torch.Tensor
     token_slots: torch.Tensor
     sampling_slots: torch.Tensor
@@ -57,22 +59,27 @@ class Rank:
         began = time.perf_counter()
         self._admit(plan)
         layout = Layout.of(plan, self._cache.page_size)
-        slots, starts, batch = self._pack(layout)
+        slots, starts, batches = self._pack(layout)
         drafts, draft_scores = self._propose(layout, slots, starts)
         token_slots = self._upload(np.repeat(layout.slots, layout.tokens))
-        inputs = self._slots.tokens[token_slots, batch.positions].long()
-        hidden = self._target(inputs, batch, self._cache)
-        prompt = prompt_logprobs(layout, self._slots, self._target, hidden, inputs=(token_slots, batch.positions))
+        all_positions = torch.cat([batch.positions for batch in batches])
+        tokens_in = self._slots.tokens[token_slots, all_positions].long()
+        inputs = tokens_in.split_with_sizes([len(batch.positions) for batch in batches])
+        passes = [self._target(*each, self._cache) for each in zip(inputs, batches, strict=True)]
+        hidden = torch.cat(run(passes))
+        prompt = prompt_logprobs(layout, self._slots, self._target, hidden, inputs=(token_slots, all_positions))
 
         rows = self._sampling.rows(layout.logit_slots)
         places = self._upload(layout.logit_rows)
         logits = self._target.logits(hidden if len(places) == layout.size else hidden[places])
-        positions = batch.positions[places] + 1
+        positions = all_positions[places] + 1
         scores = rows.scores(logits, positions, self._slots.tokens)
         sampling_drafts = layout.drafts[layout.sampling]
         count, tokens = accept(rows, scores, positions, drafts, sampling_drafts, draft_scores)
         last = self._commit(layout, slots, starts, count, tokens)
-        self._verified = _Verified(batch, hidden, token_slots, slots[self._upload(layout.sampling)], last)
+        self._verified = _Verified(
+            batches, all_positions, hidden, token_slots, slots[self._upload(layout.sampling)], last
+        )
         answer = answer_logprobs(layout, self._slots, logits, tokens)
         seconds = np.array([time.perf_counter() - began, self._draft_seconds])
         return self._result(plan, layout, count, tokens, seconds, **prompt, **answer)
@@ -84,8 +91,8 @@ class Rank:
         if verified is None or self._draft is None:
             return
         began = time.perf_counter()
-        shifted = self._slots.tokens[verified.token_slots, verified.batch.positions + 1].long()
-        self._draft.refill(shifted, verified.hidden, verified.batch, verified.sampling_slots, verified.last)
+        shifted = self._slots.tokens[verified.token_slots, verified.positions + 1].long()
+        self._draft.refill(shifted, verified.hidden, verified.batches, verified.sampling_slots, verified.last)
         self._draft_seconds = time.perf_counter() - began
 
     def _admit(self, plan: StepPlan) -> None:
@@ -100,26 +107,27 @@ class Rank:
             plan.banned_token,
         )
 
-    def _pack(self, layout: Layout) -> tuple[torch.Tensor, torch.Tensor, Batch]:
-        """The rows' slots and starts, int64 [R], and their batch."""
+    def _pack(self, layout: Layout) -> tuple[torch.Tensor, torch.Tensor, list[Batch]]:
+        """The rows' slots and starts, int64 [R], and their batch, or its halves."""
         slots = self._upload(layout.slots)
         starts = self._slots.computed[slots]
-        batch = pack(
+        batches = pack(
             layout.tokens,
             layout.bounds,
             starts,
             self._slots.page_table[slots],
             page_size=self._cache.page_size,
-            dtype=self._target.embedding.dtype,
+            dtype=self._target.dtype,
+            halves=layout.halves,
         )
-        return slots, starts, batch
+        return slots, starts, batches
 
     def _propose(
         self, layout: Layout, slots: torch.Tensor, starts: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Drafts of the S sampling rows, int64 [S, K], -1 where there is none, and the scores they were drawn from."""
         drafting = np.flatnonzero(layout.drafts)
-        if self._draft is None or not len(drafting):
+        if self._draft is None or not layout.rounds:
             return slots.new_full((len(layout.sampling), 0), -1), None
         index = self._upload(drafting)
         rows = DraftRows(
@@ -130,7 +138,7 @@ class Rank:
             counts=layout.drafts[drafting],
             bounds=layout.bounds[drafting],
         )
-        drafts, scores = self._draft.propose(rows, self._slots.tokens)
+        drafts, scores = self._draft.propose(rows, self._slots.tokens, rounds=layout.rounds, halves=layout.halves)
         if len(drafting) == len(layout.sampling):
             return drafts, scores
         place = self._upload(np.searchsorted(layout.sampling, drafting))

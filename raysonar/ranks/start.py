@@ -1,121 +1,23 @@
-"""Start a rank: load the model, size the cache, put the parts together."""
+"""Start what a configuration asks for: one rank in this process, or a group of Ray actors."""
 
 import torch
 
-from raysonar.config import CacheConfig, EngineConfig, MtpHidden
-from raysonar.errors import ConfigurationError
-from raysonar.model.cache import KvCache, page_bytes
-from raysonar.model.folder import ModelFolder, open_folder
-from raysonar.model.loading import load_model
-from raysonar.model.spec import DeepseekSpec
-from raysonar.ranks.channel import RankInfo
+from raysonar.config import EngineConfig
+from raysonar.model.folder import open_folder
+from raysonar.moe.communicator import ALONE
+from raysonar.ranks.build import build_rank, check_split
+from raysonar.ranks.channel import RankInfo, StepChannel
 from raysonar.ranks.inprocess import InProcessChannel
-from raysonar.ranks.rank import Rank
-from raysonar.ranks.slots import SlotTable
-from raysonar.speculation.mtp import MtpDraft
-from raysonar.speculation.sampler import SamplingTable
-
-SMALL_CHECKPOINT = 64 << 20
-"""Bytes up to which dtype "auto" is float32 on a CPU: a small bf16 matrix product costs oneDNN 10 us more than it takes
-in fp32. Measured on the demo model: a decode step of 2.9 ms in fp32, of 4.4 ms in bf16."""
 
 
-def start_rank(config: EngineConfig, *, progress: bool = False) -> tuple[InProcessChannel, RankInfo]:
-    """Load everything that one rank needs; raises ConfigurationError or ModelFolderError when it cannot work."""
+def start_ranks(config: EngineConfig, *, progress: bool = False) -> tuple[StepChannel, RankInfo]:
+    """Raises ConfigurationError or ModelFolderError when the model cannot be served so."""
+    check_split(open_folder(config.model), config.parallel)
+    if config.parallel.world > 1:
+        from raysonar.ranks.group import start_group  # one rank alone needs no Ray
+
+        return start_group(config)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    folder = open_folder(config.model)
-    device = _device(config)
-    dtype = _dtype(config, folder, device)
-    max_model_len = _max_model_len(config, folder)
-    k, slots = config.speculation.tokens, config.scheduling.max_running
-    model = load_model(folder, dtype=dtype, device=device, mtp=k > 0, max_positions=max_model_len, progress=progress)
-    page_size = config.cache.page_size
-    pages_per_slot = -(-max_model_len // page_size)
-    one_page = page_bytes(model.cache_shapes, page_size, dtype)
-    pages = _pages(config.cache, one_page, slots * pages_per_slot)
-    cache = KvCache(model.cache_shapes, pages=pages, page_size=page_size, dtype=dtype, device=device)
-    sampling = SamplingTable(slots, folder.spec.vocab, device)
-    draft = None
-    if model.mtp is not None:
-        post_norm, recycle_post_norm = _hidden_choice(config, folder)
-        draft = MtpDraft(
-            model.target,
-            model.mtp,
-            cache,
-            sampling,
-            slots=slots,
-            post_norm=post_norm,
-            recycle_post_norm=recycle_post_norm,
-        )
-    # a row writes up to 1 + k tokens behind its last known one
-    table = SlotTable(slots, max_model_len + k + 1, pages_per_slot, device)
-    info = RankInfo(
-        max_model_len=max_model_len,
-        pages=pages,
-        page_size=page_size,
-        slots=slots,
-        vocab=folder.spec.vocab,
-        speculative_tokens=k,
-        eos_token_ids=folder.eos_token_ids,
-        dtype=str(dtype).removeprefix("torch."),
-        device=str(device),
-        cache_bytes=(pages + 1) * one_page,
-    )
-    return InProcessChannel(Rank(model, cache, table, sampling, draft)), info
-
-
-def _device(config: EngineConfig) -> torch.device:
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(config.device)
-    except RuntimeError as error:
-        raise ConfigurationError(f'device: {config.device!r} is not a device; use "auto", "cpu" or "cuda"') from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigurationError(f"device: {config.device!r} was asked for, but torch finds no CUDA device here")
-    return device
-
-
-def _dtype(config: EngineConfig, folder: ModelFolder, device: torch.device) -> torch.dtype:
-    if config.dtype == "auto":
-        size = sum(file.stat().st_size for file in folder.path.glob("*.safetensors"))
-        return torch.float32 if device.type == "cpu" and size <= SMALL_CHECKPOINT else folder.checkpoint_dtype
-    dtype = getattr(torch, config.dtype)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
-def _max_model_len(config: EngineConfig, folder: ModelFolder) -> int:
-    positions = folder.spec.max_positions
-    if config.max_model_len is None:
-        return positions
-    if config.max_model_len > positions:
-        raise ConfigurationError(
-            f"max_model_len: {config.max_model_len} is more than the {positions} positions of {folder.path}"
-        )
-    return config.max_model_len
-
-
-def _pages(cache: CacheConfig, one_page: int, useful: int) -> int:
-    """Pages to allocate: as asked for, else what the memory holds, never more than all slots at full length use."""
-    if cache.pages is not None:
-        return cache.pages
-    pages = min(cache.memory_bytes // one_page, useful)
-    if pages < 2:
-        raise ConfigurationError(
-            f"cache.memory_bytes: {cache.memory_bytes} bytes hold {pages} pages of {one_page} bytes; give it at least "
-            f"{2 * one_page}, or a smaller cache.page_size"
-        )
-    return pages
-
-
-def _hidden_choice(config: EngineConfig, folder: ModelFolder) -> tuple[bool, bool]:
-    """Whether the MTP module is fed (the target's, its own) hidden states after the norm."""
-    assert isinstance(folder.spec, DeepseekSpec)
-
-    def post(choice: MtpHidden, automatic: bool) -> bool:
-        return automatic if choice == "auto" else choice == "post_norm"
-
-    fed = post(config.speculation.hidden, folder.spec.mtp_hidden == "post_norm")
-    return fed, post(config.speculation.recycled, fed)
+    rank, info = build_rank(config, ALONE, progress=progress)
+    return InProcessChannel(rank), info

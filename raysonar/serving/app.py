@@ -55,7 +55,7 @@ def application(config: ServiceConfig) -> Application:
         "max_constructor_retry_count": START_ATTEMPTS,
     }
     driver = serve.deployment(
-        ray_actor_options={"num_cpus": engine.threads, "num_gpus": int(engine.device.startswith("cuda"))},
+        ray_actor_options=_driver_resources(engine),
         health_check_period_s=_HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=STUCK_AFTER_S,
         logging_config=LoggingConfig(enable_access_log=False),
@@ -75,3 +75,10 @@ def _on_device(config: EngineConfig) -> EngineConfig:
     has_gpu = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) >= 1  # type: ignore[no-untyped-call]
     device = ("cuda" if has_gpu else "cpu") if config.device == "auto" else config.device
     return config.model_copy(update={"device": device, "threads": config.threads or 1})
+
+
+def _driver_resources(config: EngineConfig) -> dict[str, float]:
+    """What a rank in the driver's own process needs; the ranks of a group reserve their own."""
+    if config.parallel.world > 1:
+        return {"num_cpus": 0, "num_gpus": 0}
+    return {"num_cpus": config.threads or 1, "num_gpus": int(config.device.startswith("cuda"))}

@@ -98,7 +98,7 @@ def _connect(config: ServiceConfig, where: Listening) -> Path | None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # Ray's own switch: nothing calls home
     context: Any = ray.init(
         address="local",
-        num_cpus=max(len(os.sched_getaffinity(0)), config.engine.threads or 1),
+        num_cpus=max(len(os.sched_getaffinity(0)), (config.engine.threads or 1) * config.engine.parallel.world),
         object_store_memory=_OBJECT_STORE_BYTES,
         include_dashboard=False,
         logging_level=logging.ERROR,

@@ -7,6 +7,7 @@ accepted position is carried over as the first draft's logits. Further drafts of
 states; the entries that they write are overwritten when their tokens are verified.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,7 @@ from raysonar.model.batch import Batch, pack
 from raysonar.model.cache import KvCache
 from raysonar.model.mtp import MtpModule
 from raysonar.model.transformer import Transformer
+from raysonar.moe.executor import run
 from raysonar.speculation.acceptance import propose
 from raysonar.speculation.sampler import SamplingTable
 from raysonar.step import Rule
@@ -68,30 +70,32 @@ class MtpDraft:
         """post_norm: feed hidden states after the target's final norm; recycle_post_norm: after the module's own."""
         self._target, self._module, self._cache, self._sampling = target, module, cache, sampling
         self._post_norm, self._recycle_post_norm = post_norm, recycle_post_norm
-        spec, like = target.spec, target.embedding
-        self._logits = torch.zeros((slots, spec.vocab), device=like.device)
-        self._hidden = torch.zeros((slots, spec.hidden), dtype=like.dtype, device=like.device)
+        spec, device = target.spec, target.rotation.device
+        self._logits = torch.zeros((slots, spec.vocab), device=device)
+        self._hidden = torch.zeros((slots, spec.hidden), dtype=target.dtype, device=device)
 
-    def propose(self, rows: DraftRows, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def propose(
+        self, rows: DraftRows, tokens: torch.Tensor, *, rounds: int, halves: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Draft, and write the drafts into the token table behind the known tokens.
 
-        tokens: the token table, [slots, length]. Returns the drafts, int64 [D, K], -1 where a row wants fewer than K;
+        tokens: the token table, [slots, length]; rounds: the most drafts of any row on any rank, K. Every rank runs the
+        module K - 1 times, with rows or without. Returns the drafts, int64 [D, K], -1 where a row wants fewer than K;
         and the scores they were drawn from, fp32 [D, K, V], when a row is under the rejection rule, else None.
         """
-        most = int(rows.counts.max())
-        drafts = rows.slots.new_full((len(rows.counts), most), -1)
+        drafts = rows.slots.new_full((len(rows.counts), rounds), -1)
         kept = None
         if (self._sampling.rules[rows.host_slots] == Rule.REJECTION).any():
             kept = self._logits.new_zeros((*drafts.shape, self._logits.shape[1]))
         logits, hidden = self._logits[rows.slots], self._hidden[rows.slots]
         active = torch.arange(len(drafts), device=drafts.device)
-        for step in range(most):
+        for step in range(rounds):
             if step:
                 more = np.flatnonzero(rows.counts > step)
                 if len(more) < len(rows.counts):
                     rows, on_device = rows.take(more), torch.from_numpy(more).to(drafts.device)
                     hidden, active = hidden[on_device], active[on_device]
-                logits, hidden = self._extend(rows, drafts[active, step - 1], hidden, step - 1)
+                logits, hidden = self._extend(rows, drafts[active, step - 1], hidden, step - 1, halves)
             sampling = self._sampling.rows(rows.host_slots)
             positions = rows.starts + (step + 1)
             scores = sampling.scores(logits, positions, tokens)
@@ -103,35 +107,43 @@ class MtpDraft:
         return drafts, kept
 
     def refill(
-        self, tokens: torch.Tensor, hidden: torch.Tensor, batch: Batch, slots: torch.Tensor, last: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        hidden: torch.Tensor,
+        batches: Sequence[Batch],
+        slots: torch.Tensor,
+        last: torch.Tensor,
     ) -> None:
         """Run over the verified batch, and carry what follows each row's last accepted position.
 
         tokens: int64 [T], the batch's tokens shifted left by one; hidden: the target's, before its norm, [T, hidden];
         slots: int64 [R], the rows to carry for; last: int64 [R], their last accepted positions in the packed batch.
         """
-        out = self._module(tokens, self._target.norm(hidden) if self._post_norm else hidden, batch, self._cache)
-        if len(slots):
-            self._carry(slots, out[last])
-
-    def _carry(self, slots: torch.Tensor, out: torch.Tensor) -> None:
+        out = self._run(tokens, self._target.norm(hidden) if self._post_norm else hidden, batches)[last]
         self._logits[slots] = self._module.logits(out)
         self._hidden[slots] = self._recycled(out)
+
+    def _run(self, tokens: torch.Tensor, hidden: torch.Tensor, batches: Sequence[Batch]) -> torch.Tensor:
+        """The module over one half or two."""
+        sizes = [len(batch.positions) for batch in batches]
+        inputs = zip(tokens.split_with_sizes(sizes), hidden.split_with_sizes(sizes), batches, strict=True)
+        return torch.cat(run([self._module(*each, self._cache) for each in inputs]))
 
     def _recycled(self, out: torch.Tensor) -> torch.Tensor:
         return self._module.norm(out) if self._recycle_post_norm else out
 
     def _extend(
-        self, rows: DraftRows, drafts: torch.Tensor, hidden: torch.Tensor, step: int
+        self, rows: DraftRows, drafts: torch.Tensor, hidden: torch.Tensor, step: int, halves: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One more token a row: the module at position start + step, on the draft for start + step + 1."""
-        batch = pack(
+        batches = pack(
             np.ones_like(rows.counts),
             rows.bounds,
             rows.starts + step,
             rows.page_table,
             page_size=self._cache.page_size,
             dtype=self._hidden.dtype,
+            halves=halves,
         )
-        out = self._module(drafts, hidden, batch, self._cache)
+        out = self._run(drafts, hidden, batches)
         return self._module.logits(out), self._recycled(out)

@@ -57,7 +57,8 @@ def test_every_configuration_field_is_in_the_table_with_its_default() -> None:
     assert table.keys() == fields.keys()
     for name, default in fields.items():
         if isinstance(default, bool | int | float | str) and default != 1 << 30:
-            spelt = f"{default:g}" if isinstance(default, float) else str(default).lower()
+            spelt = f"{default:g}" if isinstance(default, float) else str(default)
+            spelt = spelt.lower() if isinstance(default, bool) else spelt
             assert table[name].strip("`") == spelt
 
 

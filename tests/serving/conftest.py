@@ -1,13 +1,11 @@
-"""One Ray and one Serve for all tests of the service, serving a tiny random model over HTTP."""
+"""One Serve for all tests of the service, serving a tiny random model over HTTP."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
-import ray
 from ray import serve
 from support.checkpoints import make_deepseek_v3
 from support.service import APPLICATION, MAX_ONGOING, MAX_WAITING, MODEL, SLOTS, Service, free_port
@@ -30,10 +28,8 @@ def engine(folder: Path) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="session")
-def service(folder: Path) -> Iterator[Service]:
-    os.environ.update(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
+def service(folder: Path, ray_cluster: None) -> Iterator[Service]:
     port = free_port()
-    ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=128 << 20, log_to_driver=False)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         args = {
@@ -47,7 +43,6 @@ def service(folder: Path) -> Iterator[Service]:
         yield Service(f"http://127.0.0.1:{port}")
     finally:
         serve.shutdown()
-        ray.shutdown()
 
 
 @pytest.fixture

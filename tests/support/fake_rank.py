@@ -7,7 +7,7 @@ drafts in three are right.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -273,10 +273,11 @@ class FakeChannel:
         self.closed = 0
         self._plans: deque[bytes] = deque()
 
-    def send(self, plan: bytes) -> None:
+    def send(self, plans: Sequence[bytes]) -> None:
+        [plan] = plans
         self._plans.append(plan)
 
-    def receive(self, timeout: float) -> bytes:
+    def receive(self, timeout: float) -> list[bytes]:
         plan = StepPlan.unpack(self._plans[0])
         try:
             self.before(plan)
@@ -286,7 +287,7 @@ class FakeChannel:
         except BaseException as error:
             raise EngineFailedError("the rank has failed") from error
         self._plans.popleft()
-        return result
+        return [result]
 
     def close(self) -> None:
         self.closed += 1
@@ -307,4 +308,5 @@ def rank_info(
         dtype="float32",
         device="cpu",
         cache_bytes=0,
+        processes=(),
     )

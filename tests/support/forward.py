@@ -8,6 +8,7 @@ import torch
 from raysonar.model.batch import Batch, pack, packing_order
 from raysonar.model.cache import KvCache
 from raysonar.model.loading import LoadedModel
+from raysonar.moe.executor import run
 
 
 class PagedRun:
@@ -21,13 +22,13 @@ class PagedRun:
         self.loaded = loaded
         pages = -(-length // page_size)
         target = loaded.target
-        self._dtype = target.embedding.dtype
+        self._dtype = target.dtype
         self._cache = KvCache(
             loaded.cache_shapes,
             pages=rows * pages,
             page_size=page_size,
             dtype=self._dtype,
-            device=target.embedding.device,
+            device=target.rotation.device,
         )
         shuffled = torch.randperm(rows * pages, generator=torch.Generator().manual_seed(seed))
         self._table = shuffled.view(rows, pages)
@@ -38,7 +39,7 @@ class PagedRun:
         """The target over the rows' next tokens."""
         order, batch, packed = self._packed(tokens, self._lengths)
         with torch.inference_mode():
-            hidden = self.loaded.target(packed, batch, self._cache)
+            [hidden] = run([self.loaded.target(packed, batch, self._cache)])
         return self._by_row(order, tokens, hidden)
 
     def draft(self, tokens: Mapping[int, Sequence[int]], hidden: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -46,7 +47,8 @@ class PagedRun:
         assert self.loaded.mtp is not None
         order, batch, packed = self._packed(tokens, self._drafted)
         with torch.inference_mode():
-            out = self.loaded.mtp(packed, torch.cat([hidden[row] for row in order]), batch, self._cache)
+            states = torch.cat([hidden[row] for row in order])
+            [out] = run([self.loaded.mtp(packed, states, batch, self._cache)])
         return self._by_row(order, tokens, out)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -61,7 +63,7 @@ class PagedRun:
         bounds = (lengths[rows] + counts).astype(np.int32)
         at = packing_order(counts, bounds, self._cache.page_size)
         order = rows[at]
-        batch = pack(
+        [batch] = pack(
             counts[at],
             bounds[at],
             torch.from_numpy(lengths[order]),

@@ -1,0 +1,106 @@
+"""The Ray actor of one rank: it joins the process group, loads its part of the model, and works on steps."""
+
+import socket
+import threading
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+
+import ray
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from raysonar.config import EngineConfig
+from raysonar.moe.communicator import Communicator, Place
+from raysonar.ranks.build import build_rank
+from raysonar.ranks.channel import RankInfo
+from raysonar.ranks.frames import Kind, receive_frame, send_frame
+from raysonar.ranks.rank import Rank
+from raysonar.step import StepPlan
+
+Address = tuple[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Where the ranks and the driver find each other."""
+
+    store: Address
+    """Of rank 0's store, the process group's rendezvous."""
+    driver: Address
+    """Where the driver takes the ranks' step connections."""
+    secret: bytes
+
+
+class RankActor:
+    """One rank of a group; made a Ray actor by the group."""
+
+    def __init__(self, config: EngineConfig, place: Place) -> None:
+        torch.set_num_threads(config.threads or 1)
+        self._config, self._place = config, place
+        self._store: TCPStore | None = None
+
+    def host(self) -> str:
+        """This node's address."""
+        return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+
+    def open_store(self) -> Address:
+        """Make the rendezvous of the group; rank 0 is asked to."""
+        host = self.host()
+        self._store = TCPStore(
+            host, 0, self._place.world, is_master=True, wait_for_workers=False, timeout=self._start_timeout
+        )
+        return host, self._store.port
+
+    def start(self, meeting: Meeting) -> RankInfo:
+        """Join the group, load the model, connect to the driver; steps are worked on from now on, in a thread.
+
+        Raises ConfigurationError or ModelFolderError when the model cannot be served so.
+        """
+        place = self._place
+        if self._store is None:
+            self._store = TCPStore(*meeting.store, place.world, is_master=False, timeout=self._start_timeout)
+        backend = "nccl" if self._config.device.startswith("cuda") else "gloo"
+        timeout = self._config.parallel.collective_timeout_s
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("raysonar", self._store),
+            rank=place.rank,
+            world_size=place.world,
+            timeout=timedelta(seconds=timeout),
+        )
+        communicators = [Communicator.of_default_group(place, timeout) for _ in range(2)]
+        rank, info = build_rank(self._config, communicators)
+        dist.barrier()
+        connection = socket.create_connection(meeting.driver, timeout=self._config.parallel.start_timeout_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(None)  # the driver's silence is its own business; its end closes the connection
+        send_frame(connection, Kind.HELLO, place.rank.to_bytes(4, "little") + meeting.secret)
+        threading.Thread(target=self._work, args=(connection, rank), name="raysonar-steps", daemon=True).start()
+        return info
+
+    @property
+    def _start_timeout(self) -> timedelta:
+        return timedelta(seconds=self._config.parallel.start_timeout_s)
+
+    def _work(self, connection: socket.socket, rank: Rank) -> None:
+        """Work on plans until the driver is gone; what goes wrong is the driver's to know."""
+        leads = self._place.tensor_rank == 0
+        with connection:
+            try:
+                while True:
+                    try:
+                        _, plan = receive_frame(connection)
+                    except OSError:
+                        return
+                    result = rank.verify(StepPlan.unpack(plan))
+                    if leads:
+                        send_frame(connection, Kind.STEP, result.pack())
+                    rank.draft()
+            except Exception:
+                message = f"rank {self._place.rank}: {traceback.format_exc()}"
+                try:
+                    send_frame(connection, Kind.FAILURE, message.encode())
+                except OSError:
+                    return

@@ -1,0 +1,104 @@
+"""Groups of ranks on Ray: every layout gives the text and the acceptance of one rank, and fails as a whole."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import pytest
+
+from raysonar import Engine, SamplingParams
+from raysonar.demo import TARGET
+from raysonar.driver.outputs import Acceptance
+from raysonar.errors import ConfigurationError, EngineFailedError
+
+QUESTIONS = [
+    "What is the capital of France?",
+    "Describe the climate of Norway.",
+    "Which languages are spoken in Peru?",
+    "What is the highest point of Nepal?",
+    "What are the agricultural products of Brazil?",
+]
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+@contextmanager
+def engine(**options: Any) -> Iterator[Engine]:
+    settings = {"dtype": "float32", "threads": 1, "max_running": 3, "max_model_len": 128, "page_size": 4, **options}
+    with Engine.from_folder(TARGET, **settings) as made:
+        yield made
+
+
+def answers(made: Engine) -> tuple[list[list[int]], list[Acceptance]]:
+    """Greedy and seeded token ids and acceptance of more requests than a row has slots."""
+    prompts = [made.tokenizer.render_chat([{"role": "user", "content": text}]) for text in QUESTIONS]
+    common: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
+    greedy = [SamplingParams(temperature=0, **common)] * len(prompts)
+    seeded = [SamplingParams(temperature=0.8, seed=i, **common) for i in range(len(prompts))]
+    results = made.generate(prompts * 2, greedy + seeded)
+    assert made.stats().pages_free == made.stats().pages
+    return [result.token_ids for result in results], [result.acceptance for result in results]
+
+
+@cache
+def of_one_rank(k: int) -> tuple[list[list[int]], list[Acceptance]]:
+    with engine(speculative_tokens=k) as made:
+        return answers(made)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "data", "k", "micro_batching"),
+    [(1, 2, 1, "never"), (2, 1, 3, "always"), (2, 2, 1, "always"), (1, 4, 3, "never"), (1, 2, 0, "always")],
+)
+def test_every_layout_gives_the_text_and_the_acceptance_of_one_rank(
+    tensor: int, data: int, k: int, micro_batching: str
+) -> None:
+    layout = {"tensor_parallel": tensor, "data_parallel": data, "micro_batching": micro_batching}
+    with engine(speculative_tokens=k, **layout) as made:
+        assert len({pid for _, pid in made.info.processes} - {os.getpid()}) == tensor * data
+        ids, acceptance = answers(made)
+        again, _ = answers(made)
+        assert made.stats().prefix_hit_tokens > 0
+    assert ids == again == of_one_rank(0)[0]
+    assert acceptance == of_one_rank(k)[1]
+
+
+@pytest.mark.parametrize(("tensor", "data"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hangs"])
+def test_a_lost_rank_fails_every_request_with_its_cause_and_nothing_hangs(tensor: int, data: int, blow: int) -> None:
+    from raysonar.config import CacheConfig, EngineConfig, ParallelConfig
+
+    config = EngineConfig(
+        model=TARGET,
+        threads=1,
+        cache=CacheConfig(pages=64),
+        parallel=ParallelConfig(tensor=tensor, data=data, collective_timeout_s=5),
+    )
+    with Engine(config) as made:
+        prompts = [[1, 5, 9]] * 4
+        stream = made.generate_stream(prompts, SamplingParams(temperature=0, max_tokens=300, ignore_eos=True))
+        next(stream)
+        os.kill(made.info.processes[1][1], blow)
+        with pytest.raises(EngineFailedError, match="rank"):
+            for _ in stream:
+                pass
+        with pytest.raises(EngineFailedError):
+            made.check_health()
+
+
+def test_a_group_that_has_no_place_says_what_it_needs_and_what_there_is() -> None:
+    from raysonar.config import EngineConfig, ParallelConfig
+
+    config = EngineConfig(model=TARGET, threads=3, parallel=ParallelConfig(data=4, start_timeout_s=2))
+    with pytest.raises(ConfigurationError, match=r"4 ranks of \{'CPU': 3.0\}.*'CPU': 8.0"):
+        Engine(config)
+
+
+def test_heads_that_cannot_be_shared_are_refused_by_number() -> None:
+    with (
+        pytest.raises(ConfigurationError, match="4 ranks cannot share the 6 attention heads"),
+        engine(tensor_parallel=4),
+    ):
+        pass
