@@ -7,14 +7,17 @@ from pathlib import Path
 
 import grimp
 import pytest
-from importlinter.cli import lint_imports
 
 ROOT = Path(__file__).parents[2]
 LINES = 450
 
 
 def test_every_room_imports_only_from_rooms_nearer_the_ground() -> None:
-    assert lint_imports(config_filename=str(ROOT / "pyproject.toml"), cache_dir=None) == 0
+    """In a process of its own: the linter silences every logger there is."""
+    command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout
+    assert "0 broken" in done.stdout
 
 
 @pytest.mark.parametrize("room", ["kernels", "moe"])
