@@ -10,7 +10,7 @@ import pytest
 
 from raysonar import Engine, SamplingParams
 from raysonar.demo import TARGET
-from raysonar.driver.outputs import GenerationResult
+from raysonar.driver.outputs import Acceptance, GenerationResult
 
 QUESTIONS = [
     "What is the capital of France?",
@@ -68,12 +68,22 @@ def test_text_does_not_depend_on_speculation(k: int, options: dict[str, Any], ki
     assert ids(results) == one_by_one(kind)
     assert len(stats.drafted) == k
     assert all(drafted > 0 for drafted in stats.drafted)
-    if k:
-        assert stats.accepted[0] > 0.3 * stats.drafted[0], "drafts are hardly ever accepted: the draft is broken"
     assert stats.pages_free == stats.pages
 
 
-@pytest.mark.parametrize("budget", [1, 3, 7, 64])
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_of_the_answers_are_accepted(k: int, temperature: float) -> None:
+    """Text stays right when drafts are bad, so acceptance needs a test of its own."""
+    with engine(speculative_tokens=k) as made:
+        results = made.generate(prompts(), SamplingParams(temperature=temperature, seed=3, max_tokens=60))
+    acceptance = sum((result.acceptance for result in results), Acceptance())
+    # a rate counts drafts that were accepted with all before them; the module was trained for the first one only
+    floors = [0.75, 0.3, 0.1, 0.02][:k]
+    assert all(rate > floor for rate, floor in zip(acceptance.rates, floors, strict=True))
+
+
+@pytest.mark.parametrize("budget", [2, 7, 64])
 @pytest.mark.parametrize("k", [0, 3])
 def test_text_does_not_depend_on_prefill_chunks(budget: int, k: int) -> None:
     with engine(speculative_tokens=k, token_budget=budget) as made:
