@@ -62,16 +62,14 @@ class RankActor:
         if self._store is None:
             self._store = TCPStore(*meeting.store, place.world, is_master=False, timeout=self._start_timeout)
         backend = "nccl" if self._config.device.startswith("cuda") else "gloo"
-        timeout = self._config.parallel.collective_timeout_s
         dist.init_process_group(
             backend,
             store=PrefixStore("raysonar", self._store),
             rank=place.rank,
             world_size=place.world,
-            timeout=timedelta(seconds=timeout),
+            timeout=timedelta(seconds=self._config.parallel.collective_timeout_s),
         )
-        communicators = [Communicator.of_default_group(place, timeout) for _ in range(2)]
-        rank, info = build_rank(self._config, communicators)
+        rank, info = build_rank(self._config, self.communicators())
         dist.barrier()
         connection = socket.create_connection(meeting.driver, timeout=self._config.parallel.start_timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -79,6 +77,11 @@ class RankActor:
         send_frame(connection, Kind.HELLO, place.rank.to_bytes(4, "little") + meeting.secret)
         threading.Thread(target=self._work, args=(connection, rank), name="raysonar-steps", daemon=True).start()
         return info
+
+    def communicators(self) -> list[Communicator]:
+        """One for each half of a step."""
+        timeout = self._config.parallel.collective_timeout_s
+        return [Communicator.of_default_group(self._place, timeout) for _ in range(2)]
 
     @property
     def _start_timeout(self) -> timedelta:

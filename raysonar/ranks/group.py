@@ -1,5 +1,6 @@
 """A group of ranks on a Ray cluster: where they are placed, how they start, and the channel to them."""
 
+import logging
 import os
 import secrets
 import selectors
@@ -25,14 +26,14 @@ _FRAME_TIMEOUT_S = 30.0
 """How long the rest of a frame may take once it has begun, and how long a rank may refuse to take a plan."""
 
 
-def start_group(config: EngineConfig) -> tuple["GroupChannel", RankInfo]:
-    """Place and start tensor x data ranks, within `parallel.start_timeout_s`.
+def start_group(config: EngineConfig, *, actor: type[RankActor] = RankActor) -> tuple["GroupChannel", RankInfo]:
+    """Place and start tensor x data ranks, each an `actor`, within `parallel.start_timeout_s`.
 
     Raises ConfigurationError or ModelFolderError when the cluster or the model cannot do it, EngineFailedError when a
     rank dies on the way.
     """
     deadline = time.monotonic() + config.parallel.start_timeout_s
-    group = _Group(config)
+    group = _Group(config, actor)
     try:
         group.place(deadline)
         return group.start(deadline)
@@ -44,8 +45,8 @@ def start_group(config: EngineConfig) -> tuple["GroupChannel", RankInfo]:
 class _Group:
     """The actors and what holds their places."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._config = config
+    def __init__(self, config: EngineConfig, actor: type[RankActor]) -> None:
+        self._config, self._actor = config, actor
         self._world = config.parallel.world
         self._actors: list[Any] = []
         self._placement: PlacementGroup | None = None
@@ -77,7 +78,7 @@ class _Group:
         order = sorted(nodes, key=lambda bundle: (nodes[bundle] != here, nodes[bundle], bundle))
         for rank, bundle in enumerate(order):
             place = Place(rank=rank, tensor=parallel.tensor, data=parallel.data)
-            remote = ray.remote(RankActor).options(  # type: ignore[attr-defined]
+            remote = ray.remote(self._actor).options(  # type: ignore[attr-defined]
                 num_cpus=self._bundle["CPU"],
                 num_gpus=self._bundle.get("GPU", 0),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, bundle),
@@ -196,7 +197,13 @@ def _start_ray(cpus: int) -> None:
     if "RAY_ADDRESS" in os.environ:
         ray.init()
     else:
-        ray.init(address="local", num_cpus=max(cpus, os.cpu_count() or 1), include_dashboard=False)
+        ray.init(
+            address="local",
+            num_cpus=max(cpus, os.cpu_count() or 1),
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+        )
 
 
 def _accept(server: socket.socket, world: int, secret: bytes) -> dict[int, socket.socket]:
