@@ -8,7 +8,7 @@ import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +19,13 @@ from raysonar.errors import ConfigurationError, RaysonarError
 
 if TYPE_CHECKING:
     from raysonar.driver.engine import Engine
+    from raysonar.driver.params import SamplingParams
 
 INTERRUPTED = 128 + signal.SIGINT
 """The shell's exit status of a program that Ctrl-C ended."""
 FAILED = 2
+CONTINUATION = 256
+"""Tokens that a raw prompt is continued by unless told otherwise: it may have no end of its own."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -88,7 +91,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
-    group.add_argument("--max-tokens", type=int, default=256, metavar="N", help="(default: %(default)s)")
+    group.add_argument(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help=f"of an answer (default: until it ends in a chat, else {CONTINUATION}; at most the model's length)",
+    )
     group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="(default: 0, the likeliest token)")
     group.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text")
     group.add_argument("--top-p", type=float, metavar="P")
@@ -103,7 +111,12 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
-    group.add_argument("--speculative-tokens", type=int, metavar="K", help="draft tokens a step, 0 to 4 (default: 1)")
+    group.add_argument(
+        "--speculative-tokens",
+        type=int,
+        metavar="K",
+        help="draft tokens a step, 0 to 4 (default: 1 with an MTP module, else 0)",
+    )
     group.add_argument("--dtype", help="auto, float32, bfloat16 or float16 (default: auto, the checkpoint's)")
     group.add_argument("--device", help="auto, cpu or cuda (default: auto)")
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice; 1 in serve)")
@@ -166,10 +179,10 @@ def _generate(options: argparse.Namespace) -> None:
     config = parse_service_config({"engine": {"model": demo.TARGET, **_engine_values(options)}}).engine
     prompts = options.prompt or _read_prompts(options.input)
     with Engine(config) as engine:
-        inputs = _inputs(engine, prompts, options.chat)
+        inputs, each = _inputs(engine, prompts, params, options.chat)
         figures = _Figures()
         write = _write_json if options.json else _write_text
-        write(prompts, _in_order(figures.of(engine.generate_stream(inputs, params))))
+        write(prompts, _in_order(figures.of(engine.generate_stream(inputs, each))))
     if options.json:
         print(json.dumps({"summary": figures.json()}))
     else:
@@ -191,11 +204,18 @@ def _read_prompts(name: str) -> list[str]:
     return prompts
 
 
-def _inputs(engine: "Engine", prompts: list[str], chat: bool | None) -> list[str | list[int]]:
-    """What the engine continues: the prompts, or each as a user's message in the chat template."""
+def _inputs(
+    engine: "Engine", prompts: list[str], params: "SamplingParams", chat: bool | None
+) -> tuple[list[list[int]], list["SamplingParams"]]:
+    """What the engine continues, the prompts or each as a user's message in the chat template; and how."""
     if chat or (chat is None and engine.tokenizer.has_chat_template):
-        return [engine.tokenizer.render_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
-    return list(prompts)
+        inputs = [engine.tokenizer.render_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
+        return inputs, [params] * len(inputs)
+    inputs = [engine.tokenizer.encode(prompt) for prompt in prompts]
+    if params.max_tokens is not None:
+        return inputs, [params] * len(inputs)
+    room = [max(engine.max_length - len(tokens), 1) for tokens in inputs]
+    return inputs, [replace(params, max_tokens=min(CONTINUATION, each)) for each in room]
 
 
 @dataclass

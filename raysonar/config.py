@@ -31,8 +31,8 @@ class CacheConfig(_Frozen):
 class SpeculationConfig(_Frozen):
     """Multi-token-prediction speculation."""
 
-    tokens: Annotated[int, Field(ge=0, le=4)] = 1
-    """Draft tokens a step, k; 0 switches speculation off."""
+    tokens: Annotated[int, Field(ge=0, le=4)] | None = None
+    """Draft tokens a step, k; 0 switches speculation off; None is 1 for a model with an MTP module, else 0."""
     hidden: MtpHidden = "auto"
     """Which of the target's hidden states feeds the MTP module, before or after the final norm; "auto" takes what the
     model's folder says (`mtp_hidden` in config.json), else before the norm."""

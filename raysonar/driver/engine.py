@@ -111,7 +111,7 @@ class Engine:
         device: str = "auto",
         threads: int | None = None,
         max_model_len: int | None = None,
-        speculative_tokens: int = 1,
+        speculative_tokens: int | None = None,
         mtp_hidden: MtpHidden = "auto",
         mtp_recycled: MtpHidden = "auto",
         page_size: int = 16,
@@ -156,6 +156,11 @@ class Engine:
         except ValidationError as error:
             raise ConfigurationError(describe(error)) from error
         return cls(config, start=partial(start_ranks, progress=progress))
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of prompt and answer at the most, by the model and by the cache."""
+        return self._limits.tokens
 
     @property
     def steps(self) -> StepLog:

@@ -35,7 +35,7 @@ def build_rank(
     device = _device(config)
     dtype = _dtype(config, folder, device)
     max_model_len = _max_model_len(config, folder)
-    k, slots = config.speculation.tokens, config.scheduling.max_running
+    k, slots = _speculative_tokens(config, folder), config.scheduling.max_running
     model = load_model(
         folder,
         dtype=dtype,
@@ -114,6 +114,11 @@ def _dtype(config: EngineConfig, folder: ModelFolder, device: torch.device) -> t
     dtype = getattr(torch, config.dtype)
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def _speculative_tokens(config: EngineConfig, folder: ModelFolder) -> int:
+    tokens = config.speculation.tokens
+    return int(folder.has_mtp) if tokens is None else tokens
 
 
 def _max_model_len(config: EngineConfig, folder: ModelFolder) -> int:

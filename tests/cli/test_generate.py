@@ -145,12 +145,54 @@ def test_speculation_changes_no_text(folder: Path, capsys: pytest.CaptureFixture
     assert len(outputs) == 1
 
 
-def test_a_model_without_an_mtp_module_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_speculation_is_one_token_where_there_is_an_mtp_module_and_none_where_there_is_not(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    common = ["--prompt", "hi", "--max-tokens", "12", "--ignore-eos"]
+    assert main(["generate", "--model", str(folder), *common, "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])["summary"]
+    assert len(summary["acceptance"]["drafted"]) == 1
+    llama = make_llama(tmp_path / "llama")
+    assert main(["generate", "--model", str(llama), *common]) == 0
+    assert "drafts accepted by position: none were made" in capsys.readouterr().err
+
+
+def test_speculation_that_was_asked_of_a_model_without_an_mtp_module_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     llama = make_llama(tmp_path / "llama")
     assert main(arguments(llama, "--prompt", "hi")) == 2
-    assert capsys.readouterr().err.startswith("raysonar: ")
-    assert main([*arguments(llama, "--prompt", "hi"), "--speculative-tokens", "0"]) == 0
-    assert "drafts accepted by position: none were made" in capsys.readouterr().err
+    assert f"raysonar: speculation.tokens: {llama} has no MTP module" in capsys.readouterr().err
+
+
+def finish(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    """The one answer of a command without --max-tokens."""
+    assert main(["generate", "--model", str(folder), "--json", "--ignore-eos", *words]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[0])
+
+
+def test_a_chats_answer_runs_until_it_ends_or_the_models_length_is_reached(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    answer = finish(folder, capsys, "--prompt", "hi", "--max-model-len", "400")
+    assert answer["finish_reason"] == "length"
+    assert answer["prompt_tokens"] + len(answer["token_ids"]) == 400
+    free = ["generate", "--model", str(folder), "--json", "--temperature", "2", "--seed", "3", "--prompt", "hi"]
+    assert main(free) == 0
+    ended = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert ended["finish_reason"] == "stop"
+    assert ended["prompt_tokens"] + len(ended["token_ids"]) < 512
+
+
+def test_a_raw_prompt_is_continued_for_256_tokens_or_up_to_the_models_length(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert len(finish(folder, capsys, "--raw", "--prompt", "hi")["token_ids"]) == 256
+    clipped = finish(folder, capsys, "--raw", "--prompt", "hi", "--max-model-len", "100")
+    assert clipped["prompt_tokens"] + len(clipped["token_ids"]) == 100
+    words = ["generate", "--model", str(folder), "--raw", "--prompt", "hi " * 300, "--max-model-len", "100"]
+    assert main(words) == 2
+    assert "100" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
