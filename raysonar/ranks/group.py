@@ -46,13 +46,14 @@ class _Group:
     """The actors and what holds their places."""
 
     def __init__(self, config: EngineConfig, actor: type[RankActor]) -> None:
-        self._config, self._actor = config, actor
+        self._actor = actor
         self._world = config.parallel.world
         self._actors: list[Any] = []
         self._placement: PlacementGroup | None = None
         self._owns_ray = not ray.is_initialized()
         if self._owns_ray:
-            _start_ray(self._world * int(self._bundle["CPU"]))
+            _start_ray(self._world * (config.threads or 1))
+        self._config = config.model_copy(update={"device": _device(config)})
 
     @property
     def _bundle(self) -> dict[str, float]:
@@ -190,6 +191,14 @@ class GroupChannel:
 
 def _processors(resources: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in resources.items() if name in ("CPU", "GPU")}
+
+
+def _device(config: EngineConfig) -> str:
+    """What "auto" means here: GPUs where the cluster has one for every rank, else CPUs."""
+    if config.device != "auto":
+        return config.device
+    gpus = ray.cluster_resources().get("GPU", 0)  # type: ignore[no-untyped-call]
+    return "cuda" if gpus >= config.parallel.world else "cpu"
 
 
 def _start_ray(cpus: int) -> None:
