@@ -1,6 +1,9 @@
 """The Ray actor of one rank: it joins the process group, loads its part of the model, and works on steps."""
 
+import fcntl
+import os
 import socket
+import struct
 import threading
 import traceback
 from dataclasses import dataclass
@@ -20,6 +23,8 @@ from raysonar.ranks.rank import Rank
 from raysonar.step import StepPlan
 
 Address = tuple[str, int]
+_SIOCGIFADDR = 0x8915
+"""Linux: an interface's IPv4 address (netdevice(7))."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +67,7 @@ class RankActor:
         if self._store is None:
             self._store = TCPStore(*meeting.store, place.world, is_master=False, timeout=self._start_timeout)
         backend = "nccl" if self._config.device.startswith("cuda") else "gloo"
+        _use_interface_of(self.host())
         dist.init_process_group(
             backend,
             store=PrefixStore("raysonar", self._store),
@@ -107,3 +113,20 @@ class RankActor:
                     send_frame(connection, Kind.FAILURE, message.encode())
                 except OSError:
                     return
+
+
+def _use_interface_of(address: str) -> None:
+    """Let gloo and NCCL use the network interface that Ray uses, unless their own variables name another.
+
+    Left alone, gloo takes the one that the host's name resolves to, which on hosts with several is often a wrong one.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode())
+            try:
+                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:
+                continue  # an interface without an IPv4 address
+            if socket.inet_ntoa(reply[20:24]) == address:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
