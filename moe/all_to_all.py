@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from raysonar.moe.communicator import Communicator, share
 
@@ -53,13 +52,15 @@ class Dispatch:
         self._own = own
         payload = _pack(hidden[self._token_of], experts[self._token_of], weights[self._token_of])
         self._arriving = payload.new_empty((sum(self._received), payload.shape[1]))
-        self._work = communicator.exchange(
-            list(payload.split_with_sizes(self._sent)), list(self._arriving.split_with_sizes(self._received))
+        self._transfer = communicator.exchange(
+            "dispatch",
+            list(payload.split_with_sizes(self._sent)),
+            list(self._arriving.split_with_sizes(self._received)),
         )
 
     def wait(self) -> Routed:
         """The tokens that have come to this rank."""
-        _finish(self._work)
+        self._transfer.wait()
         hidden, experts, weights = _unpack(self._arriving, self._hidden, self._top_k)
         local = experts - self._own.start
         foreign = (local < 0) | (experts >= self._own.stop)
@@ -84,20 +85,15 @@ class Combine:
     ) -> None:
         self._token_of, self._tokens = token_of, tokens
         self._arriving = outputs.new_empty((sum(incoming), outputs.shape[1]))
-        self._work = communicator.exchange(
-            list(outputs.split_with_sizes(outgoing)), list(self._arriving.split_with_sizes(incoming))
+        self._transfer = communicator.exchange(
+            "combine", list(outputs.split_with_sizes(outgoing)), list(self._arriving.split_with_sizes(incoming))
         )
 
     def wait(self) -> torch.Tensor:
         """[N, hidden]: each token's sum over ranks, in their order."""
-        _finish(self._work)
+        self._transfer.wait()
         out = self._arriving.new_zeros((self._tokens, self._arriving.shape[1]))
         return out.index_add_(0, self._token_of, self._arriving)
-
-
-def _finish(work: Sequence[dist.Work]) -> None:
-    for each in work:
-        each.wait()
 
 
 def _pack(hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

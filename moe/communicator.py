@@ -1,11 +1,14 @@
 """The ranks of a group and the collectives between them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Self
 
 import torch
 import torch.distributed as dist
+
+from raysonar.observe.timeline import Track, now
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +49,35 @@ def share(total: int, parts: int, index: int) -> slice:
     return slice(min(index * size, total), min((index + 1) * size, total))
 
 
+class Transfer:
+    """Tensors on their way between ranks; only what `wait` blocks for is not hidden behind other work."""
+
+    def __init__(self, name: str, track: Track, works: Sequence[dist.Work]) -> None:
+        self._name, self._track, self._works = name, track, works
+        self._began = now()
+
+    def wait(self) -> None:
+        """Until all have come and gone."""
+        if not self._works:
+            return
+        with self._track.waiting(f"wait for {self._name}"):
+            for work in self._works:
+                work.wait()
+        self._track.keep(self._name, "transfer", self._began, now())
+
+
 class Communicator:
-    """The collectives of one rank. Every rank of the group calls the same ones in the same order."""
+    """The collectives of one rank. Every rank of the group calls the same ones in the same order.
+
+    Attributes:
+        place: where the rank stands.
+        track: how the half of the steps that it serves spends its time.
+    """
 
     def __init__(self, place: Place, world: dist.ProcessGroup | None, row: dist.ProcessGroup | None) -> None:
         """world: the process group of all ranks; row: that of the data-parallel row; None where there is one rank."""
         self.place = place
+        self.track = Track()
         self._world = world
         self._row = row
 
@@ -74,7 +100,8 @@ class Communicator:
     def sum_over_row(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of the row's ranks' tensors, in place."""
         if self._row is not None:
-            dist.all_reduce(x, group=self._row)
+            with self.track.waiting("sum over row"):
+                dist.all_reduce(x, group=self._row)
         return x
 
     def gather_over_row(self, x: torch.Tensor, total: int, *, dim: int) -> torch.Tensor:
@@ -88,7 +115,8 @@ class Communicator:
         padded = x.new_zeros(shape)
         padded.narrow(dim, 0, x.shape[dim]).copy_(x)
         parts = [torch.empty_like(padded) for _ in range(tensor)]
-        dist.all_gather(parts, padded, group=self._row)
+        with self.track.waiting("gather over row"):
+            dist.all_gather(parts, padded, group=self._row)
         return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
 
     def exchange_counts(self, counts: torch.Tensor) -> torch.Tensor:
@@ -96,10 +124,11 @@ class Communicator:
         if self._world is None:
             return counts
         received = torch.empty_like(counts)
-        dist.all_to_all_single(received, counts, group=self._world)
+        with self.track.waiting("exchange of counts"):
+            dist.all_to_all_single(received, counts, group=self._world)
         return received
 
-    def exchange(self, outgoing: list[torch.Tensor], incoming: list[torch.Tensor]) -> list[dist.Work]:
+    def exchange(self, name: str, outgoing: list[torch.Tensor], incoming: list[torch.Tensor]) -> Transfer:
         """Start sending a tensor to, and receiving one from, every other rank; empty ones do not travel.
 
         Receives are posted before sends, which keeps gloo's links busy both ways. This rank's own tensor is copied.
@@ -107,7 +136,7 @@ class Communicator:
         me = self.place.rank
         incoming[me].copy_(outgoing[me])
         if self._world is None:
-            return []
+            return Transfer(name, self.track, ())
         others = [(me + step) % self.place.world for step in range(1, self.place.world)]
         receives = [
             dist.P2POp(dist.irecv, incoming[peer], group=self._world, group_peer=peer)
@@ -120,7 +149,7 @@ class Communicator:
             if outgoing[peer].numel()
         ]
         operations = receives + sends
-        return list(dist.batch_isend_irecv(operations)) if operations else []
+        return Transfer(name, self.track, dist.batch_isend_irecv(operations) if operations else ())
 
 
 ALONE = (Communicator.alone(), Communicator.alone())

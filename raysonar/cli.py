@@ -1,4 +1,4 @@
-"""The command line: `raysonar generate` and `raysonar serve`. Heavy imports wait until a command needs them."""
+"""The command line: `raysonar generate`, `trace` and `serve`. Heavy imports wait until a command needs them."""
 
 import argparse
 import json
@@ -8,6 +8,7 @@ import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -56,23 +57,18 @@ def _parser() -> argparse.ArgumentParser:
         help="answer prompts here and now",
         description="Answer prompts. The text goes to stdout, figures and errors to stderr.",
     )
-    generate.set_defaults(run=_generate)
-    generate.add_argument("--model", metavar="FOLDER", help="a Hugging Face folder (default: the bundled demo model)")
-    source = generate.add_argument_group("prompts").add_mutually_exclusive_group()
-    source.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
-    source.add_argument(
-        "--input", metavar="FILE", default="-", help="a file with one prompt a line (default: -, the standard input)"
+    generate.set_defaults(run=_generate, output=None)
+    _add_generate_options(generate)
+
+    trace = commands.add_parser(
+        "trace",
+        help="answer prompts and show where the time goes",
+        description="Answer prompts as generate does, and write what every rank did in every step as a Chrome trace, "
+        "which Perfetto (ui.perfetto.dev) shows.",
     )
-    form = generate.add_mutually_exclusive_group()
-    form.add_argument(
-        "--chat",
-        action=argparse.BooleanOptionalAction,
-        help="take each prompt as a user's message (default: when the folder has a chat template)",
-    )
-    form.add_argument("--raw", action="store_false", dest="chat", help="the same as --no-chat: continue the prompt")
-    _add_sampling_options(generate)
-    _add_engine_options(generate)
-    generate.add_argument("--json", action="store_true", help="print an object a prompt, then one with the figures")
+    trace.set_defaults(run=_generate)
+    trace.add_argument("--output", metavar="FILE", required=True, help="the trace, JSON")
+    _add_generate_options(trace)
 
     serve = commands.add_parser(
         "serve",
@@ -87,6 +83,25 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--model-name", help="what clients ask for (default: the folder's name)")
     _add_engine_options(serve)
     return parser
+
+
+def _add_generate_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="FOLDER", help="a Hugging Face folder (default: the bundled demo model)")
+    source = parser.add_argument_group("prompts").add_mutually_exclusive_group()
+    source.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
+    source.add_argument(
+        "--input", metavar="FILE", default="-", help="a file with one prompt a line (default: -, the standard input)"
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        help="take each prompt as a user's message (default: when the folder has a chat template)",
+    )
+    form.add_argument("--raw", action="store_false", dest="chat", help="the same as --no-chat: continue the prompt")
+    _add_sampling_options(parser)
+    _add_engine_options(parser)
+    parser.add_argument("--json", action="store_true", help="print an object a prompt, then one with the figures")
 
 
 def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -178,7 +193,7 @@ def _generate(options: argparse.Namespace) -> None:
     params = SamplingParams(**values)
     config = parse_service_config({"engine": {"model": demo.TARGET, **_engine_values(options)}}).engine
     prompts = options.prompt or _read_prompts(options.input)
-    with Engine(config) as engine:
+    with Engine(config) as engine, engine.trace(options.output) if options.output else nullcontext():
         inputs, each = _inputs(engine, prompts, params, options.chat)
         figures = _Figures()
         write = _write_json if options.json else _write_text

@@ -46,6 +46,17 @@ SAMPLING = np.dtype(
 )
 
 
+SECONDS = np.dtype(
+    [
+        ("wait", "<f8"),  # idle for want of this plan: from the end of the draft of the step before; 0 if it was queued
+        ("verify", "<f8"),  # from taking the plan to this result
+        ("verify_exposed", "<f8"),  # of it, blocked in waits for other ranks
+        ("draft", "<f8"),  # the draft run of the step before
+        ("draft_exposed", "<f8"),  # of it, blocked in waits for other ranks
+    ]
+)
+
+
 def _array(dtype: str | np.dtype[Any] = "<i4", dimensions: int = 1) -> Any:
     """A dataclass field that holds an array of this dtype, empty unless given."""
     return field(default_factory=lambda: np.empty((0,) * dimensions, dtype), metadata={"dtype": np.dtype(dtype)})
@@ -96,6 +107,8 @@ class StepPlan(_Packed):
     """[1]: 2 when the step runs as two micro-batches, else 1; the same on all ranks."""
     draft_rounds: NDArray[np.int64] = _array("<i8")
     """[1]: the most drafts of any row on any rank: every rank runs the draft so often, with or without rows."""
+    traced: NDArray[np.int64] = _array("<i8")
+    """[1]: 1 when the ranks keep spans of this step, else 0; the same on all ranks."""
     admitted_slot: Ints = _array()
     admitted_length: Ints = _array()
     """Known tokens of each admitted slot."""
@@ -150,5 +163,5 @@ class StepResult(_Packed):
     prompt_top_token: Ints = _array("<i4", 2)
     """[sum(prompt_count), N]."""
     prompt_top_logprob: Floats = _array("<f4", 2)
-    seconds: NDArray[np.float64] = _array("<f8")
-    """[2]: from taking the plan to this result; the draft run of the step before."""
+    seconds: NDArray[Any] = _array(SECONDS)
+    """[1]: where the rank's time went. On a GPU it is the host's, which runs ahead of the device."""

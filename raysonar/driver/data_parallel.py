@@ -26,7 +26,9 @@ class DataParallel:
         self.rows = rows
         self.counters = Counters(rows[0].speculative_tokens)
         """What is counted by the request; the rows count what is theirs."""
-        self._halves = np.array([halves], np.int64)
+        self.halves = halves
+        self.tracing = False
+        """Whether the ranks keep spans of the steps that are planned."""
 
     @property
     def waiting(self) -> int:
@@ -73,7 +75,8 @@ class DataParallel:
             return None
         made = [plan or row.idle() for plan, row in zip(plans, self.rows, strict=True)]
         rounds = np.maximum.reduce([plan.draft_rounds for plan in made])
-        return [replace(plan, halves=self._halves, draft_rounds=rounds) for plan in made]
+        common = {"halves": np.array([self.halves]), "traced": np.array([self.tracing], np.int64)}
+        return [replace(plan, **common, draft_rounds=rounds) for plan in made]
 
     def commit(self, results: Sequence[StepResult]) -> list[Step]:
         """Take in the oldest outstanding step's results, one a row."""

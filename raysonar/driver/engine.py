@@ -5,9 +5,11 @@ import threading
 import uuid
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from os import PathLike
+from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self
@@ -36,6 +38,7 @@ from raysonar.driver.scheduler import Scheduler
 from raysonar.errors import ConfigurationError, InvalidRequestError, RaysonarError
 from raysonar.model.folder import open_folder
 from raysonar.model.tokenizer import Tokenizer
+from raysonar.observe.chrome import write_trace
 from raysonar.observe.counters import EngineStats
 from raysonar.observe.steps import StepLog
 from raysonar.ranks.channel import RankInfo, StepChannel
@@ -222,6 +225,25 @@ class Engine:
     def stats(self) -> EngineStats:
         """Slots, pages and totals now."""
         return self._loop.stats()
+
+    @contextmanager
+    def trace(self, path: str | PathLike[str]) -> Iterator[None]:
+        """Keep what every rank does in the steps of this `with` block, and write it as one Chrome trace to `path`.
+
+        Perfetto (ui.perfetto.dev) shows it: a process a rank, a thread for each half of the steps and for its
+        transfers. Raises InvalidRequestError when `path` cannot be written or another trace is being made,
+        EngineFailedError when the engine fails.
+        """
+        try:
+            Path(path).write_text("")
+        except OSError as error:
+            raise InvalidRequestError(f"cannot write the trace: {error}", "path") from error
+        self._loop.start_trace()
+        try:
+            yield
+        finally:
+            timelines = self._loop.stop_trace()
+        write_trace(Path(path), timelines)
 
     def check_health(self, deadline: float = 60.0) -> None:
         """Raises EngineFailedError when the engine has failed, is closed, or has been in one step for `deadline` s."""

@@ -5,7 +5,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from raysonar.driver.data_parallel import DataParallel
 from raysonar.driver.detokenize import Decoder
@@ -14,10 +16,11 @@ from raysonar.driver.outputs import Delta
 from raysonar.driver.request import Answer, Request
 from raysonar.driver.scheduler import Advance, Step
 from raysonar.errors import EngineFailedError, InvalidRequestError, QueueFullError
+from raysonar.observe.chrome import RankTimeline
 from raysonar.observe.counters import EngineStats
 from raysonar.observe.steps import StepLog, StepRecord
 from raysonar.ranks.channel import StepChannel
-from raysonar.step import StepResult
+from raysonar.step import SECONDS, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +28,18 @@ STEP_TIMEOUT_S = 600.0
 """How long one step may take: the first ones may compile kernels."""
 _POLL_S = 0.2
 """How often a wait for the rank looks whether the engine is being closed."""
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A step whose results are not in yet."""
+
+    seconds: float
+    """That its plans took to make."""
+    halves: int
+    traced: bool
+    after_idling: bool
+    """Whether there was nothing to do before it."""
 
 
 class EngineLoop:
@@ -58,9 +73,15 @@ class EngineLoop:
         self._closing = False
         self._failure: BaseException | None = None
         self._busy_since: float | None = None
-        self._sent: deque[float] = deque()
-        """Of the plans whose result is not in yet: the seconds each took to make."""
+        self._idle = True
+        """Whether there was nothing to do until just now."""
+        self._sent: deque[_Sent] = deque()
+        """The steps whose results are not in yet."""
+        self._traced_in_flight = 0
+        """How many of them are traced."""
         self.steps = StepLog()
+        self._trace = threading.Lock()
+        """Held while a trace is being made."""
         self._thread = threading.Thread(target=self._run, name="raysonar-engine", daemon=True)
         self._thread.start()
 
@@ -118,6 +139,10 @@ class EngineLoop:
                 pages_cached=sum(row.pages.cached for row in rows),
                 steps_in_flight=scheduler.in_flight,
                 steps=counters.steps,
+                split_steps=counters.split_steps,
+                rank_seconds=counters.rank_seconds,
+                wait_seconds=counters.wait_seconds,
+                exposed_seconds=counters.exposed_seconds,
                 requests=counters.requests,
                 aborted=counters.aborted,
                 preemptions=counters.preemptions,
@@ -128,6 +153,34 @@ class EngineLoop:
                 drafted=tuple(counters.drafted.tolist()),
                 accepted=tuple(counters.accepted.tolist()),
             )
+
+    def start_trace(self) -> None:
+        """Let the ranks keep spans of the steps that are planned from now on.
+
+        Raises InvalidRequestError while another trace is being made, EngineFailedError.
+        """
+        self.check_running()
+        if not self._trace.acquire(blocking=False):
+            raise InvalidRequestError("the engine is being traced already; end that trace first")
+        try:
+            self._channel.timelines(self._step_timeout)  # drops what a trace that failed has left
+        except BaseException:
+            self._trace.release()
+            raise
+        with self._changed:
+            self._scheduler.tracing = True
+
+    def stop_trace(self) -> list[RankTimeline]:
+        """End the trace: each rank's spans, once the traced steps are done. Raises EngineFailedError."""
+        try:
+            with self._changed:
+                self._scheduler.tracing = False
+                if not self._changed.wait_for(lambda: self._closing or not self._traced_in_flight, self._step_timeout):
+                    raise EngineFailedError(f"a traced step brought no result within {self._step_timeout:.0f} s")
+                self.check_running()
+            return self._channel.timelines(self._step_timeout)
+        finally:
+            self._trace.release()
 
     def check_running(self) -> None:
         """Raises EngineFailedError, caused by the root cause, when the loop has ended."""
@@ -173,9 +226,9 @@ class EngineLoop:
         """Block until there is something to do; False when the engine is being closed."""
         with self._changed:
             scheduler = self._scheduler
-            self._changed.wait_for(
-                lambda: self._closing or scheduler.waiting or scheduler.running or scheduler.in_flight
-            )
+            while not (self._closing or scheduler.waiting or scheduler.running or scheduler.in_flight):
+                self._idle = True
+                self._changed.wait()
             return not self._closing
 
     def _send_plans(self) -> None:
@@ -183,9 +236,13 @@ class EngineLoop:
             began = time.perf_counter()
             with self._changed:
                 plans = self._scheduler.schedule()
+                traced = plans is not None and self._scheduler.tracing
+                self._traced_in_flight += traced
             if plans is None:
                 break
-            self._sent.append(time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            self._sent.append(_Sent(seconds, self._scheduler.halves, traced=traced, after_idling=self._idle))
+            self._idle = False
             self._channel.send([plan.pack() for plan in plans])
 
     def _receive(self) -> list[StepResult] | None:
@@ -204,15 +261,26 @@ class EngineLoop:
         return None
 
     def _take_in(self, results: list[StepResult]) -> None:
-        plan_seconds = self._sent.popleft()
+        sent = self._sent.popleft()
         with self._changed:
+            self._traced_in_flight -= sent.traced
+            self._changed.notify_all()
             steps = self._scheduler.commit(results)
             for step, result in zip(steps, results, strict=True):
                 logprobs = ResultLogprobs(result)
                 for advance in step.advances:
                     if not advance.answer.finished:  # its request may have been cut off by an answer before it
                         self._give_out(advance, logprobs)
-        self.steps.append(_record(steps, results, plan_seconds))
+            record = _record(steps, results, sent)
+            self._count(record)
+        self.steps.append(record)
+
+    def _count(self, record: StepRecord) -> None:
+        counters = self._scheduler.counters
+        counters.split_steps += record.halves == 2
+        counters.rank_seconds += record.seconds
+        counters.wait_seconds += record.wait_seconds
+        counters.exposed_seconds += record.exposed_seconds
 
     def _give_out(self, advance: Advance, logprobs: ResultLogprobs) -> None:
         answer = advance.answer
@@ -274,6 +342,7 @@ class EngineLoop:
         with self._changed:
             self._failure = failure
             self._closing = True
+            self._changed.notify_all()
             for request in self._requests.values():
                 error = EngineFailedError("the engine was closed") if failure is None else _failed(failure)
                 error.__cause__ = failure
@@ -289,9 +358,10 @@ def _failed(cause: BaseException) -> EngineFailedError:
     return EngineFailedError(f"the engine has failed: {type(cause).__name__}: {cause}")
 
 
-def _record(steps: Sequence[Step], results: Sequence[StepResult], plan_seconds: float) -> StepRecord:
+def _record(steps: Sequence[Step], results: Sequence[StepResult], sent: _Sent) -> StepRecord:
     """One record of all data-parallel rows' step; times are those of the slowest."""
-    verify, draft = (max(times) for times in zip(*(result.seconds.tolist() for result in results), strict=True))
+    seconds = np.concatenate([result.seconds for result in results])
+    slowest = {name: float(seconds[name].max()) for name in SECONDS.names or ()}
     return StepRecord(
         number=steps[0].number,
         rows=sum(step.rows for step in steps),
@@ -299,9 +369,13 @@ def _record(steps: Sequence[Step], results: Sequence[StepResult], plan_seconds: 
         decode_tokens=sum(step.decode_tokens for step in steps),
         drafted=sum(step.drafted for step in steps),
         accepted=sum(step.accepted for step in steps),
-        plan_seconds=plan_seconds,
-        verify_seconds=verify,
-        draft_seconds=draft,
+        halves=sent.halves,
+        plan_seconds=sent.seconds,
+        wait_seconds=0.0 if sent.after_idling else slowest["wait"],
+        verify_seconds=slowest["verify"],
+        verify_exposed_seconds=slowest["verify_exposed"],
+        draft_seconds=slowest["draft"],
+        draft_exposed_seconds=slowest["draft_exposed"],
     )
 
 

@@ -93,7 +93,7 @@ class DecoderLayer:
     """Attention, then a dense or mixture-of-experts network, each on the normalised residual stream."""
 
     def __init__(self, spec: DeepseekSpec, weights: Weights, prefix: str, *, layer: int, moe: MoeSpec | None) -> None:
-        self._eps = spec.eps
+        self._eps, self._layer, self._communicators = spec.eps, layer, weights.communicators
         self._attention_norm = weights.tensor(f"{prefix}.input_layernorm.weight", spec.hidden)
         self._attention = LatentAttention(spec, weights, prefix, layer)
         self._mlp_norm = weights.tensor(f"{prefix}.post_attention_layernorm.weight", spec.hidden)
@@ -105,11 +105,15 @@ class DecoderLayer:
 
     def __call__(self, x: torch.Tensor, batch: Batch, rotation: torch.Tensor, cache: KvCache) -> Pass:
         """[tokens, hidden] -> [tokens, hidden]."""
-        x = x + self._attention(rms_norm(x, self._attention_norm, self._eps), batch, rotation, cache)
+        track = self._communicators[batch.half].track
+        track.layer = self._layer
+        with track.span("attention"):
+            x = x + self._attention(rms_norm(x, self._attention_norm, self._eps), batch, rotation, cache)
         normed = rms_norm(x, self._mlp_norm, self._eps)
         if isinstance(self._mlp, Moe):
             return x + (yield from self._mlp(normed, batch.half))
-        return x + self._mlp(normed, batch.half)
+        with track.span("dense network"):
+            return x + self._mlp(normed, batch.half)
 
 
 def load_deepseek(spec: DeepseekSpec, weights: Weights, *, max_positions: int) -> Transformer:

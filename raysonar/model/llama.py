@@ -55,7 +55,7 @@ class LlamaLayer:
 
     def __init__(self, spec: LlamaSpec, weights: Weights, layer: int) -> None:
         prefix = f"model.layers.{layer}"
-        self._eps = spec.eps
+        self._eps, self._layer, self._communicators = spec.eps, layer, weights.communicators
         self._attention_norm = weights.tensor(f"{prefix}.input_layernorm.weight", spec.hidden)
         self._attention = GroupedAttention(spec, weights, prefix, layer)
         self._mlp_norm = weights.tensor(f"{prefix}.post_attention_layernorm.weight", spec.hidden)
@@ -63,8 +63,12 @@ class LlamaLayer:
 
     def __call__(self, x: torch.Tensor, batch: Batch, rotation: torch.Tensor, cache: KvCache) -> Pass:
         """[tokens, hidden] -> [tokens, hidden]."""
-        x = x + self._attention(rms_norm(x, self._attention_norm, self._eps), batch, rotation, cache)
-        return x + self._mlp(rms_norm(x, self._mlp_norm, self._eps), batch.half)
+        track = self._communicators[batch.half].track
+        track.layer = self._layer
+        with track.span("attention"):
+            x = x + self._attention(rms_norm(x, self._attention_norm, self._eps), batch, rotation, cache)
+        with track.span("dense network"):
+            return x + self._mlp(rms_norm(x, self._mlp_norm, self._eps), batch.half)
         yield  # a pass that never waits
 
 

@@ -12,6 +12,7 @@ from raysonar.moe.communicator import share
 from raysonar.moe.executor import Pass
 from raysonar.moe.experts import Experts
 from raysonar.moe.routing import Router
+from raysonar.observe.timeline import Track
 
 
 class Moe:
@@ -53,11 +54,14 @@ class Moe:
     def __call__(self, x: torch.Tensor, half: int) -> Pass:
         """[tokens, hidden] -> [tokens, hidden]; yields while tokens travel."""
         communicator = self._communicators[half]
+        track = communicator.track
         part = x[communicator.place.share(len(x))]
-        experts, weights = self._route(torch.mm(part.float(), self._gate.T), self._bias)
+        with track.span("router"):
+            experts, weights = self._route(torch.mm(part.float(), self._gate.T), self._bias)
         if communicator.place.world == 1:
-            out = self._experts(part, experts, weights)
-            return out if self._shared is None else out + self._shared(part)
+            with track.span("experts"):
+                out = self._experts(part, experts, weights)
+            return out if (shared := self._share(part, track)) is None else out + shared
         out = yield from self._travel(part, experts, weights, half)
         return communicator.gather_over_row(out, len(x), dim=0)
 
@@ -65,13 +69,22 @@ class Moe:
         self, part: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, half: int
     ) -> Generator[None, None, torch.Tensor]:
         """The experts of all ranks on this rank's tokens, and this rank's experts on all ranks' tokens."""
-        dispatch = Dispatch(
-            self._communicators[half], hidden=part, experts=experts, weights=weights, total_experts=self._total
-        )
-        shared = None if self._shared is None else self._shared(part)
+        communicator = self._communicators[half]
+        track = communicator.track
+        with track.span("send to experts"):
+            dispatch = Dispatch(communicator, hidden=part, experts=experts, weights=weights, total_experts=self._total)
+        shared = self._share(part, track)
         yield
         routed = dispatch.wait()
-        combine = dispatch.combine(self._experts(routed.hidden, routed.experts, routed.weights))
+        with track.span("experts"):
+            combine = dispatch.combine(self._experts(routed.hidden, routed.experts, routed.weights))
         yield
         out = combine.wait()
         return out if shared is None else out + shared
+
+    def _share(self, x: torch.Tensor, track: Track) -> torch.Tensor | None:
+        """The shared experts' output, where there are any."""
+        if self._shared is None:
+            return None
+        with track.span("shared expert"):
+            return self._shared(x)

@@ -52,6 +52,7 @@ class Transformer:
 
     def embed(self, tokens: torch.Tensor, half: int) -> torch.Tensor:
         """int64 [T] -> [T, hidden]."""
+        self._communicators[half].track.layer = None
         if len(self._embedding) == self.spec.vocab:
             return self._embedding[tokens]
         local = tokens - self._own.start
@@ -69,4 +70,5 @@ class Transformer:
 
     def head(self, normed: torch.Tensor) -> torch.Tensor:
         """Normed hidden states, [N, hidden] -> fp32 [N, vocab]."""
+        self._communicators[0].track.layer = None
         return self._communicators[0].gather_over_row(self._head(normed).float(), self.spec.vocab, dim=1)

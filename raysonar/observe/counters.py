@@ -11,6 +11,14 @@ class Counters:
 
     def __init__(self, speculative_tokens: int) -> None:
         self.steps = 0
+        self.split_steps = 0
+        """Run as two micro-batches."""
+        self.rank_seconds = 0.0
+        """Of steps: waiting for a plan, verifying, drafting; of the slowest data-parallel row, as all seconds here."""
+        self.wait_seconds = 0.0
+        """Of them, waiting for a plan while there was something to do."""
+        self.exposed_seconds = 0.0
+        """Of them, blocked in waits for other ranks."""
         self.prompt_tokens = 0
         """Of prompts queued."""
         self.generated_tokens = 0
@@ -52,6 +60,14 @@ class EngineStats:
     pages_cached: int
     steps_in_flight: int
     steps: int
+    split_steps: int
+    """Of them, run as two micro-batches."""
+    rank_seconds: float
+    """What the steps took the ranks: waiting for plans, verifying, drafting."""
+    wait_seconds: float
+    """Of it, waiting for plans while there was something to do."""
+    exposed_seconds: float
+    """Of it, blocked in waits for other ranks: communication that no computation hides."""
     requests: int
     aborted: int
     preemptions: int

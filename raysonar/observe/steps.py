@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One step. Times are in seconds."""
+    """One step of all ranks. Times are in seconds, each the longest of any data-parallel row."""
 
     number: int
     rows: int
@@ -15,12 +15,35 @@ class StepRecord:
     """Of decode rows, drafts too."""
     drafted: int
     accepted: int
+    halves: int
+    """2 when it ran as two micro-batches, else 1."""
     plan_seconds: float
     """The planner's."""
+    wait_seconds: float
+    """That a rank had nothing to do for want of the plan; 0 when the engine had nothing to do."""
     verify_seconds: float
     """From the rank's taking the plan to its result."""
+    verify_exposed_seconds: float
+    """Of it, blocked in waits for other ranks: communication that no computation hides."""
     draft_seconds: float
     """The draft run of the step before."""
+    draft_exposed_seconds: float
+    """Of it, blocked in waits for other ranks."""
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Communication that no computation hides."""
+        return self.verify_exposed_seconds + self.draft_exposed_seconds
+
+    @property
+    def seconds(self) -> float:
+        """From the rank's having finished the step before the last to its having finished the last: all its time."""
+        return self.wait_seconds + self.verify_seconds + self.draft_seconds
+
+    @property
+    def wait_share(self) -> float:
+        """The part of the rank's time that it waited for a plan, 0 to 1."""
+        return self.wait_seconds / self.seconds
 
 
 class StepLog:

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import select
 import socket
 import struct
 import threading
@@ -16,6 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from raysonar.config import EngineConfig
 from raysonar.moe.communicator import Communicator, Place
+from raysonar.observe.timeline import Span, now
 from raysonar.ranks.build import build_rank
 from raysonar.ranks.channel import RankInfo
 from raysonar.ranks.frames import Kind, receive_frame, send_frame
@@ -45,6 +47,9 @@ class RankActor:
         torch.set_num_threads(config.threads or 1)
         self._config, self._place = config, place
         self._store: TCPStore | None = None
+        self._rank: Rank | None = None
+        self._working = threading.Lock()
+        """Held from a plan's coming until its draft is done."""
 
     def host(self) -> str:
         """This node's address."""
@@ -76,6 +81,7 @@ class RankActor:
             timeout=timedelta(seconds=self._config.parallel.collective_timeout_s),
         )
         rank, info = build_rank(self._config, self.communicators())
+        self._rank = rank
         dist.barrier()
         connection = socket.create_connection(meeting.driver, timeout=self._config.parallel.start_timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -89,6 +95,16 @@ class RankActor:
         timeout = self._config.parallel.collective_timeout_s
         return [Communicator.of_default_group(self._place, timeout) for _ in range(2)]
 
+    def clock(self) -> int:
+        """Nanoseconds, of this host's clock."""
+        return now()
+
+    def take_spans(self) -> list[Span]:
+        """The spans of traced steps since they were last taken; the step at work is finished first."""
+        assert self._rank is not None
+        with self._working:
+            return self._rank.timeline.take()
+
     @property
     def _start_timeout(self) -> timedelta:
         return timedelta(seconds=self._config.parallel.start_timeout_s)
@@ -99,20 +115,30 @@ class RankActor:
         with connection:
             try:
                 while True:
+                    idle_since = None if _readable(connection) else now()
                     try:
                         _, plan = receive_frame(connection)
                     except OSError:
                         return
-                    result = rank.verify(StepPlan.unpack(plan))
-                    if leads:
-                        send_frame(connection, Kind.STEP, result.pack())
-                    rank.draft()
+                    with self._working:
+                        rank.timeline.plan_came(idle_since)
+                        result = rank.verify(StepPlan.unpack(plan))
+                        if leads:
+                            send_frame(connection, Kind.STEP, result.pack())
+                        rank.draft()
             except Exception:
                 message = f"rank {self._place.rank}: {traceback.format_exc()}"
                 try:
                     send_frame(connection, Kind.FAILURE, message.encode())
                 except OSError:
                     return
+
+
+def _readable(connection: socket.socket) -> bool:
+    """Whether something has come; does not wait."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _use_interface_of(address: str) -> None:

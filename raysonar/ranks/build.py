@@ -13,6 +13,7 @@ from raysonar.model.folder import ModelFolder, open_folder
 from raysonar.model.loading import load_model
 from raysonar.model.spec import DeepseekSpec
 from raysonar.moe.communicator import Communicator
+from raysonar.observe.timeline import Timeline
 from raysonar.ranks.channel import RankInfo
 from raysonar.ranks.rank import Rank
 from raysonar.ranks.slots import SlotTable
@@ -78,7 +79,8 @@ def build_rank(
         cache_bytes=(pages + 1) * one_page,
         processes=((socket.gethostname(), os.getpid()),),
     )
-    return Rank(model, cache, table, sampling, draft), info
+    timeline = Timeline([communicator.track for communicator in communicators])
+    return Rank(model, cache, table, sampling, draft, timeline), info
 
 
 def check_split(folder: ModelFolder, parallel: ParallelConfig) -> None:

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from raysonar.observe.chrome import RankTimeline
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
@@ -33,6 +35,12 @@ class StepChannel(Protocol):
 
     def receive(self, timeout: float) -> list[bytes]:
         """The oldest outstanding step's packed StepResults, one of each data-parallel row.
+
+        Raises TimeoutError after `timeout` seconds, EngineFailedError when a rank has failed or the channel is closed.
+        """
+
+    def timelines(self, timeout: float) -> list[RankTimeline]:
+        """What each rank has recorded of traced steps since this was last asked; may be called from any thread.
 
         Raises TimeoutError after `timeout` seconds, EngineFailedError when a rank has failed or the channel is closed.
         """

@@ -7,8 +7,9 @@ import selectors
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -18,9 +19,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raysonar.config import EngineConfig
 from raysonar.errors import ConfigurationError, EngineFailedError, RaysonarError
 from raysonar.moe.communicator import Place
+from raysonar.observe.chrome import RankTimeline
 from raysonar.ranks.actor import Meeting, RankActor
 from raysonar.ranks.channel import RankInfo
 from raysonar.ranks.frames import Kind, receive_frame, send_frame
+from raysonar.ranks.timelines import collect_timelines
 
 _FRAME_TIMEOUT_S = 30.0
 """How long the rest of a frame may take once it has begun, and how long a rank may refuse to take a plan."""
@@ -99,7 +102,8 @@ class _Group:
         parallel = self._config.parallel
         leaders = range(0, self._world, parallel.tensor)
         info = replace(infos[0], processes=tuple(process for each in infos for process in each.processes))
-        return GroupChannel(connections, leaders=leaders, end=self.end), info
+        timelines = partial(collect_timelines, self._actors, info.processes)
+        return GroupChannel(connections, leaders=leaders, timelines=timelines, end=self.end), info
 
     def _get(self, calls: list[Any], deadline: float) -> list[Any]:
         """The calls' results; the first failure is raised at once, not when the last call has ended."""
@@ -134,9 +138,17 @@ class _Group:
 class GroupChannel:
     """Step connections to all ranks: plans go to every rank of a row, results come from the row's first."""
 
-    def __init__(self, connections: dict[int, socket.socket], *, leaders: Sequence[int], end: Any) -> None:
+    def __init__(
+        self,
+        connections: dict[int, socket.socket],
+        *,
+        leaders: Sequence[int],
+        timelines: Callable[[float], list[RankTimeline]],
+        end: Callable[[], None],
+    ) -> None:
         """connections: by rank; leaders: the first rank of each data-parallel row; end: called when it is closed."""
         self._connections, self._leaders, self._end = connections, leaders, end
+        self.timelines = timelines
         self._results: dict[int, deque[bytes]] = {rank: deque() for rank in leaders}
         self._selector = selectors.DefaultSelector()
         for rank, connection in connections.items():

@@ -1,9 +1,13 @@
 """A rank in the driver's own process."""
 
+import os
+import socket
 from collections import deque
 from collections.abc import Sequence
 
 from raysonar.errors import EngineFailedError
+from raysonar.observe.chrome import RankTimeline
+from raysonar.observe.timeline import now
 from raysonar.ranks.rank import Rank
 from raysonar.step import StepPlan
 
@@ -15,6 +19,7 @@ class InProcessChannel:
     def __init__(self, rank: Rank) -> None:
         self._rank: Rank | None = rank
         self._plans: deque[bytes] = deque()
+        self._free_since: int | None = None
 
     def send(self, plans: Sequence[bytes]) -> None:
         """Queue the one row's packed StepPlan."""
@@ -28,12 +33,21 @@ class InProcessChannel:
         if not self._plans:
             raise TimeoutError("no plan is outstanding: send one before asking for its result")
         plan = StepPlan.unpack(self._plans.popleft())
+        self._rank.timeline.plan_came(self._free_since)
         try:
             self._rank.draft()
-            return [self._rank.verify(plan).pack()]
+            result = self._rank.verify(plan)
         except Exception as error:
             self._rank = None
             raise EngineFailedError(f"the rank failed in step {plan.number[0]}: {error}") from error
+        self._free_since = now()
+        return [result.pack()]
+
+    def timelines(self, timeout: float) -> list[RankTimeline]:
+        """The rank's; the draft of the last step is yet to run."""
+        if self._rank is None:
+            raise EngineFailedError("the rank's channel is closed")
+        return [RankTimeline(host=socket.gethostname(), process=os.getpid(), spans=self._rank.timeline.take())]
 
     def close(self) -> None:
         """Let go of the rank and its memory."""

@@ -1,6 +1,5 @@
 """One rank: it takes plans, verifies, publishes, and drafts."""
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +11,14 @@ from raysonar.model.batch import Batch, pack
 from raysonar.model.cache import KvCache
 from raysonar.model.loading import LoadedModel
 from raysonar.moe.executor import run
+from raysonar.observe.timeline import Timeline, now
 from raysonar.ranks.layout import Layout
 from raysonar.ranks.logprobs import answer_logprobs, prompt_logprobs
 from raysonar.ranks.slots import SlotTable
 from raysonar.speculation.acceptance import accept
 from raysonar.speculation.mtp import DraftRows, MtpDraft
 from raysonar.speculation.sampler import SamplingTable
-from raysonar.step import StepPlan, StepResult
+from raysonar.step import SECONDS, StepPlan, StepResult
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,17 @@ class _Verified:
     token_slots: torch.Tensor
     sampling_slots: torch.Tensor
     last: torch.Tensor
+
+
+class _Stopwatch:
+    """Measures from now on: what a rank's work takes, and how much of it waits for other ranks."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline, self._began, self._waited = timeline, now(), timeline.waited
+
+    def seconds(self) -> tuple[float, float]:
+        """(in all, of it blocked in waits for other ranks)."""
+        return (now() - self._began) / 1e9, (self._timeline.waited - self._waited) / 1e9
 
 
 class Rank:
@@ -47,41 +58,51 @@ class Rank:
         slots: SlotTable,
         sampling: SamplingTable,
         draft: MtpDraft | None,
+        timeline: Timeline,
     ) -> None:
         self._target, self._cache, self._slots = model.target, cache, slots
         self._sampling, self._draft = sampling, draft
         self._verified: _Verified | None = None
-        self._draft_seconds = 0.0
+        self.timeline = timeline
+        self._draft_seconds = (0.0, 0.0)
+        """The last draft run, and what of it was exposed."""
 
     @torch.inference_mode()
     def verify(self, plan: StepPlan) -> StepResult:
         """Take the plan in, propose, verify, accept; returns what the rows have gained."""
-        began = time.perf_counter()
-        self._admit(plan)
-        layout = Layout.of(plan, self._cache.page_size)
-        slots, starts, batches = self._pack(layout)
-        drafts, draft_scores = self._propose(layout, slots, starts)
+        timeline, span = self.timeline, self.timeline.frame.span
+        timeline.begin(int(plan.number[0]), traced=bool(plan.traced.any()))
+        watch = _Stopwatch(timeline)
+        with span("take plan in"):
+            self._admit(plan)
+            layout = Layout.of(plan, self._cache.page_size)
+            slots, starts, batches = self._pack(layout)
+        with span("propose"):
+            drafts, draft_scores = self._propose(layout, slots, starts)
         token_slots = self._upload(np.repeat(layout.slots, layout.tokens))
         all_positions = torch.cat([batch.positions for batch in batches])
         tokens_in = self._slots.tokens[token_slots, all_positions].long()
         inputs = tokens_in.split_with_sizes([len(batch.positions) for batch in batches])
         passes = [self._target(*each, self._cache) for each in zip(inputs, batches, strict=True)]
-        hidden = torch.cat(run(passes))
+        with span("target"):
+            hidden = torch.cat(run(passes))
         prompt = prompt_logprobs(layout, self._slots, self._target, hidden, inputs=(token_slots, all_positions))
 
         rows = self._sampling.rows(layout.logit_slots)
         places = self._upload(layout.logit_rows)
-        logits = self._target.logits(hidden if len(places) == layout.size else hidden[places])
-        positions = all_positions[places] + 1
-        scores = rows.scores(logits, positions, self._slots.tokens)
-        sampling_drafts = layout.drafts[layout.sampling]
-        count, tokens = accept(rows, scores, positions, drafts, sampling_drafts, draft_scores)
-        last = self._commit(layout, slots, starts, count, tokens)
+        with span("logits"):
+            logits = self._target.logits(hidden if len(places) == layout.size else hidden[places])
+        with span("accept"):
+            positions = all_positions[places] + 1
+            scores = rows.scores(logits, positions, self._slots.tokens)
+            sampling_drafts = layout.drafts[layout.sampling]
+            count, tokens = accept(rows, scores, positions, drafts, sampling_drafts, draft_scores)
+            last = self._commit(layout, slots, starts, count, tokens)
         self._verified = _Verified(
             batches, all_positions, hidden, token_slots, slots[self._upload(layout.sampling)], last
         )
         answer = answer_logprobs(layout, self._slots, logits, tokens)
-        seconds = np.array([time.perf_counter() - began, self._draft_seconds])
+        seconds = np.array([(timeline.plan_wait / 1e9, *watch.seconds(), *self._draft_seconds)], SECONDS)
         return self._result(plan, layout, count, tokens, seconds, **prompt, **answer)
 
     @torch.inference_mode()
@@ -90,10 +111,11 @@ class Rank:
         verified, self._verified = self._verified, None
         if verified is None or self._draft is None:
             return
-        began = time.perf_counter()
+        watch = _Stopwatch(self.timeline)
         shifted = self._slots.tokens[verified.token_slots, verified.positions + 1].long()
-        self._draft.refill(shifted, verified.hidden, verified.batches, verified.sampling_slots, verified.last)
-        self._draft_seconds = time.perf_counter() - began
+        with self.timeline.frame.span("draft"):
+            self._draft.refill(shifted, verified.hidden, verified.batches, verified.sampling_slots, verified.last)
+        self._draft_seconds = watch.seconds()
 
     def _admit(self, plan: StepPlan) -> None:
         self._slots.update(plan)
@@ -175,7 +197,7 @@ class Rank:
         layout: Layout,
         count: torch.Tensor,
         tokens: torch.Tensor,
-        seconds: NDArray[np.float64],
+        seconds: NDArray[Any],
         **logprobs: NDArray[Any],
     ) -> StepResult:
         rows = layout.order[layout.sampling]

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -85,6 +86,20 @@ def test_json_is_an_object_a_prompt_and_a_summary(folder: Path, engine: Engine, 
     assert figures["acceptance"]["drafted"] == [
         sum(each["acceptance"]["drafted"][place] for each in objects) for place in (0, 1)
     ]
+
+
+def test_trace_answers_as_generate_does_and_writes_the_trace(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    _, *options = arguments(folder, "--prompt", MESSAGE)
+    assert main(["generate", *options]) == 0
+    answer = capsys.readouterr().out
+    file = tmp_path / "trace.json"
+    assert main(["trace", "--output", str(file), *options]) == 0
+    assert capsys.readouterr().out == answer
+    assert {"target", "experts", "accept"} <= {event["name"] for event in json.loads(file.read_text())["traceEvents"]}
+    assert main(["trace", "--output", str(tmp_path), *options]) == 2
+    assert re.fullmatch(r"raysonar: cannot write the trace: .*Is a directory.*\n", capsys.readouterr().err)
 
 
 def test_prompts_are_read_from_a_file_or_the_standard_input_a_line_each(

@@ -200,7 +200,14 @@ def test_steps_and_totals_are_counted(start_engine):
     assert sum(step.decode_tokens for step in steps) == sum(step.drafted for step in steps) + sum(
         step.rows for step in steps if not step.prefill_tokens
     )
-    assert {(step.verify_seconds, step.draft_seconds) for step in steps} == {(0.5, 0.25)}
+    assert {(step.verify_seconds, step.verify_exposed_seconds) for step in steps} == {(0.5, 0.0625)}
+    assert {(step.draft_seconds, step.draft_exposed_seconds) for step in steps} == {(0.25, 0.03125)}
+    first = [0, next(step.number for step in steps[1:] if step.prefill_tokens)]
+    assert [step.number for step in steps if step.wait_seconds == 0] == first, "idling is not waiting for a plan"
+    assert {step.wait_seconds for step in steps} == {0.0, 0.125}
+    assert stats.wait_seconds == 0.125 * (len(steps) - 2)
+    assert stats.exposed_seconds == (0.0625 + 0.03125) * len(steps)
+    assert stats.rank_seconds == stats.wait_seconds + 0.75 * len(steps)
     assert result.acceptance + again.acceptance == type(result.acceptance)(stats.drafted, stats.accepted)
 
 
@@ -361,6 +368,22 @@ def test_a_failed_rank_ends_every_request_with_the_root_cause(start_engine, capl
         with pytest.raises(EngineFailedError, match="the device is on fire") as failed:
             call()
         assert failed.value.__cause__ is cause
+
+
+def test_a_rank_that_fails_under_a_trace_ends_it_at_once(start_engine, tmp_path):
+    traced = []
+
+    def fail(plan):
+        traced.extend(plan.traced.tolist())
+        if sum(traced) == 3:
+            raise MemoryError("the device is on fire")
+
+    engine = start_engine(before=fail, plans_in_flight=2)
+    engine.generate([5], params(max_tokens=1))
+    with pytest.raises(EngineFailedError, match="the device is on fire"), engine.trace(tmp_path / "trace.json"):
+        engine.generate([5], params(max_tokens=100))
+    assert traced[0] == 0
+    assert traced[-3:] == [1, 1, 1]
     engine.close()
     assert start_engine.channel.closed == 1
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.checkpoints import make_deepseek_v3
 
 from raysonar import Engine, SamplingParams
@@ -58,11 +57,11 @@ def failing(rank: int, half: int, call: int) -> type[RankActor]:
             if self._place.rank == rank:
                 left, exchange = [call], made[half].exchange
 
-                def fail(outgoing: list[torch.Tensor], incoming: list[torch.Tensor]) -> Any:
+                def fail(*transfer: Any) -> Any:
                     left[0] -= 1
                     if not left[0]:
                         raise ValueError("injected")
-                    return exchange(outgoing, incoming)
+                    return exchange(*transfer)
 
                 made[half].exchange = fail  # type: ignore[method-assign]
             return made

@@ -1,4 +1,4 @@
-"""The step log keeps the last records."""
+"""The step log keeps the last records; a record's parts add up."""
 
 from raysonar.observe.steps import StepLog, StepRecord
 
@@ -11,9 +11,13 @@ def record(number):
         decode_tokens=2,
         drafted=1,
         accepted=1,
-        plan_seconds=0.0,
-        verify_seconds=0.0,
-        draft_seconds=0.0,
+        halves=2,
+        plan_seconds=8.0,
+        wait_seconds=0.25,
+        verify_seconds=1.5,
+        verify_exposed_seconds=0.5,
+        draft_seconds=0.75,
+        draft_exposed_seconds=0.125,
     )
 
 
@@ -25,3 +29,7 @@ def test_the_log_keeps_the_last_records_oldest_first():
     assert [each.number for each in log.last(2)] == [3, 4]
     assert log.last(0) == []
     assert len(log.last(9)) == 3
+
+
+def test_a_record_adds_up_its_times():
+    assert (record(0).seconds, record(0).wait_share, record(0).exposed_seconds) == (2.5, 0.1, 0.625)

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from raysonar.errors import EngineFailedError
+from raysonar.observe.chrome import RankTimeline
 from raysonar.ranks.channel import RankInfo
-from raysonar.step import SAMPLING, StepPlan, StepResult
+from raysonar.step import SAMPLING, SECONDS, StepPlan, StepResult
 
 MASK = (1 << 61) - 1
 
@@ -108,7 +109,7 @@ class FakeRank:
             number=plan.number,
             count=count,
             tokens=tokens,
-            seconds=np.array([0.5, 0.25]),
+            seconds=np.array([(0.125, 0.5, 0.0625, 0.25, 0.03125)], SECONDS),
             **self._logprobs(plan, count, tokens),
             **self._prompt_logprobs(plan, starts),
         )
@@ -288,6 +289,9 @@ class FakeChannel:
             raise EngineFailedError("the rank has failed") from error
         self._plans.popleft()
         return [result]
+
+    def timelines(self, timeout: float) -> list[RankTimeline]:
+        return []
 
     def close(self) -> None:
         self.closed += 1

@@ -1,0 +1,54 @@
+"""Timelines of a group as one trace in Chrome's format, which Perfetto and chrome://tracing show.
+
+The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU ("complete" and "metadata"
+events).
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from raysonar.observe.timeline import Lane, Span
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTimeline:
+    """What one rank has recorded."""
+
+    host: str
+    process: int
+    spans: Sequence[Span]
+    clock_offset: int = 0
+    """Nanoseconds to add to its clock to get the one of all ranks."""
+
+
+def write_trace(path: Path, ranks: Sequence[RankTimeline]) -> None:
+    """One JSON object: a process a rank, a thread a lane, times in microseconds from the earliest span on."""
+    starts = [span.start + rank.clock_offset for rank in ranks for span in rank.spans]
+    origin = min(starts, default=0)
+    events = [event for number, rank in enumerate(ranks) for event in _events(number, rank, origin)]
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def _events(number: int, rank: RankTimeline, origin: int) -> Iterator[dict[str, object]]:
+    yield _metadata("process_name", number, 0, name=f"rank {number} ({rank.host}, process {rank.process})")
+    yield _metadata("process_sort_index", number, 0, sort_index=number)
+    for lane in sorted({span.lane for span in rank.spans}):
+        yield _metadata("thread_name", number, lane, name=lane.title)
+        yield _metadata("thread_sort_index", number, lane, sort_index=int(lane))
+    for span in rank.spans:
+        yield {
+            "name": span.name,
+            "cat": span.kind,
+            "ph": "X",
+            "pid": number,
+            "tid": int(span.lane),
+            "ts": (span.start + rank.clock_offset - origin) / 1000,
+            "dur": (span.end - span.start) / 1000,
+            "args": {"step": span.step} | ({} if span.layer is None else {"layer": span.layer}),
+        }
+
+
+def _metadata(kind: str, process: int, thread: Lane | int, **arguments: object) -> dict[str, object]:
+    return {"name": kind, "ph": "M", "pid": process, "tid": int(thread), "args": arguments}

@@ -1,0 +1,66 @@
+"""Tracks sum up what is waited for other ranks, and keep spans of traced steps only."""
+
+import pytest
+
+from raysonar.observe.timeline import Lane, Timeline, Track, now
+from raysonar.ranks.timelines import clock_offset
+
+
+def make() -> tuple[Timeline, Track, Track]:
+    halves = Track(), Track()
+    return Timeline(halves), *halves
+
+
+def test_waits_are_summed_up_whether_traced_or_not():
+    timeline, first, second = make()
+    for traced in (False, True):
+        timeline.begin(0, traced=traced)
+        before, began = timeline.waited, now()
+        with first.waiting("a"), pytest.raises(ZeroDivisionError), second.waiting("b"):
+            _ = 1 / 0
+        assert 0 < timeline.waited - before < 2 * (now() - began)
+        assert timeline.waited == first.waited + second.waited
+    assert [span.name for span in timeline.take()] == ["a", "b"]
+
+
+def test_spans_of_traced_steps_are_kept_once_with_their_step_layer_and_lane():
+    timeline, first, second = make()
+    with first.span("untraced"):
+        pass
+    timeline.begin(7, traced=True)
+    with timeline.frame.span("target"):
+        second.layer = 3
+        with second.span("attention"), second.span("inner"):
+            pass
+        second.keep("dispatch", "transfer", 1, 2)
+    timeline.begin(8, traced=False)
+    with first.span("untraced"), timeline.frame.span("untraced"):
+        pass
+    spans = timeline.take()
+    assert [(span.name, span.kind, span.step, span.layer, span.lane) for span in spans] == [
+        ("target", "work", 7, None, Lane.STEP),
+        ("inner", "work", 7, 3, Lane.HALF_1),
+        ("attention", "work", 7, 3, Lane.HALF_1),
+        ("dispatch", "transfer", 7, 3, Lane.TRANSFERS_1),
+    ]
+    target, inner, attention, _ = spans
+    assert target.start <= attention.start <= inner.start <= inner.end <= attention.end <= target.end
+    assert timeline.take() == []
+
+
+def test_a_plan_that_was_queued_was_not_waited_for():
+    timeline, *_ = make()
+    timeline.begin(0, traced=True)
+    began = now()
+    timeline.plan_came(began)
+    assert 0 < timeline.plan_wait <= now() - began
+    timeline.plan_came(None)
+    assert timeline.plan_wait == 0
+    assert [(span.name, span.start) for span in timeline.take()] == [("wait for plan", began)]
+
+
+@pytest.mark.parametrize("ahead", [-5_000_000_000, 0, 123_456_789_000])
+def test_another_hosts_clock_is_known_to_half_a_round_trip(ahead):
+    began = now()
+    found = clock_offset(lambda: now() + ahead)
+    assert abs(found + ahead) <= now() - began
