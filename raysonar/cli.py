@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -19,6 +20,7 @@ from raysonar.driver.outputs import Acceptance, Delta
 from raysonar.errors import ConfigurationError, RaysonarError
 
 if TYPE_CHECKING:
+    from raysonar.config import EngineConfig
     from raysonar.driver.engine import Engine
     from raysonar.driver.params import SamplingParams
 
@@ -59,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     generate.set_defaults(run=_generate, output=None)
     _add_generate_options(generate)
+    _add_dry_run(generate)
 
     trace = commands.add_parser(
         "trace",
@@ -66,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Answer prompts as generate does, and write what every rank did in every step as a Chrome trace, "
         "which Perfetto (ui.perfetto.dev) shows.",
     )
-    trace.set_defaults(run=_generate)
+    trace.set_defaults(run=_generate, dry_run=False, device_memory=None)
     trace.add_argument("--output", metavar="FILE", required=True, help="the trace, JSON")
     _add_generate_options(trace)
 
@@ -82,6 +85,11 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--address", help="of a running Ray cluster (default: start a Ray of its own)")
     serve.add_argument("--model-name", help="what clients ask for (default: the folder's name)")
     _add_engine_options(serve)
+    group = _add_dry_run(serve)
+    group.add_argument(
+        "--config", type=Path, metavar="FILE", help="size what `serve run FILE` would serve; other options override it"
+    )
+    group.add_argument("--json", action="store_true", help="print the sizes as an object")
     return parser
 
 
@@ -145,6 +153,39 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_dry_run(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    group = parser.add_argument_group("dry run")
+    group.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print what each rank would hold, and end; status 2 if it does not fit. A folder without weights will do",
+    )
+    group.add_argument(
+        "--device-memory",
+        type=_bytes,
+        metavar="BYTES",
+        help="of each rank, as 80GB or 80GiB (default: the CUDA device's; on a CPU, this machine's over the ranks)",
+    )
+    return group
+
+
+def _bytes(text: str) -> int:
+    """A count of bytes, with or without a decimal or binary unit."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 80GB, 80GiB or a count of bytes")
+    unit = found[2] or ""
+    return int(float(found[1]) * (1024 if unit.endswith("i") else 1000) ** " KMGT".index(unit[:1] or " "))
+
+
+def _dry_run(config: "EngineConfig", options: argparse.Namespace) -> None:
+    from raysonar.ranks.sizing import size_group
+
+    size = size_group(config, memory=options.device_memory)
+    print(json.dumps(size.json()) if options.json else size.text(), flush=True)
+    size.check()
+
+
 def _given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
     """Those options that were given."""
     return {name: value for name in names if (value := getattr(options, name)) is not None}
@@ -171,13 +212,35 @@ def _engine_values(options: argparse.Namespace) -> dict[str, Any]:
 
 def _serve(options: argparse.Namespace) -> None:
     from raysonar.config import parse_service_config
-    from raysonar.serving.app import with_demo_model
+    from raysonar.serving.app import application_args, with_demo_model
     from raysonar.serving.local import Listening, run_service
 
     if options.model is not None:  # Ray's processes have working directories of their own
         options.model = os.path.abspath(options.model)
-    values = with_demo_model({**_given(options, "model_name"), "engine": _engine_values(options)})
-    run_service(parse_service_config(values), Listening(options.host, options.port, options.address))
+    values: dict[str, Any] = {**_given(options, "model_name"), "engine": _engine_values(options)}
+    if not options.dry_run:
+        _refuse_without_dry_run(options, "config", "json", "device_memory")
+        config = parse_service_config(with_demo_model(values))
+        return run_service(config, Listening(options.host, options.port, options.address))
+    if options.config is not None:
+        values = _overridden(application_args(options.config), values)
+    return _dry_run(parse_service_config(with_demo_model(values)).engine, options)
+
+
+def _refuse_without_dry_run(options: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        if getattr(options, name):
+            advice = "; `serve run FILE` serves a file" if name == "config" else ""
+            raise ConfigurationError(f"--{name.replace('_', '-')} is for a --dry-run{advice}")
+
+
+def _overridden(values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """`values` with those `given` put in, section by section."""
+    merged = dict(values)
+    for key, value in given.items():
+        inner = merged.get(key)
+        merged[key] = _overridden(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return merged
 
 
 def _generate(options: argparse.Namespace) -> None:
@@ -192,6 +255,9 @@ def _generate(options: argparse.Namespace) -> None:
     )
     params = SamplingParams(**values)
     config = parse_service_config({"engine": {"model": demo.TARGET, **_engine_values(options)}}).engine
+    if options.dry_run:
+        return _dry_run(config, options)
+    _refuse_without_dry_run(options, "device_memory")
     prompts = options.prompt or _read_prompts(options.input)
     with Engine(config) as engine, engine.trace(options.output) if options.output else nullcontext():
         inputs, each = _inputs(engine, prompts, params, options.chat)
@@ -203,6 +269,7 @@ def _generate(options: argparse.Namespace) -> None:
     else:
         sys.stdout.flush()
         print(figures.text(), file=sys.stderr)
+    return None
 
 
 def _read_prompts(name: str) -> list[str]:

@@ -91,9 +91,10 @@ class CheckpointReader:
         return self._take(name, stored, select)
 
     def skip(self, name: str) -> None:
-        """Leave a tensor to another rank."""
-        if stored := self._unread.pop(name, None):
-            self._bar.update(stored.bytes)
+        """Leave a tensor, and its scales, to another rank."""
+        for each in (name, f"{name}_scale_inv"):
+            if stored := self._unread.pop(each, None):
+                self._bar.update(stored.bytes)
 
     def finish(self) -> None:
         """Raises ModelFolderError when weights were left unread: a sign that config.json describes another model."""

@@ -45,10 +45,12 @@ class ModelFolder:
         return isinstance(self.spec, DeepseekSpec) and self.spec.mtp_modules > 0
 
 
-def open_folder(path: Path | str) -> ModelFolder:
+def open_folder(path: Path | str, *, weights: bool = True) -> ModelFolder:
     """Read a folder's config.json, generation_config.json and the headers of its safetensors files.
 
-    Raises ModelFolderError that names the file and the key or tensor at fault, with what was expected and found.
+    weights: False does with a folder that holds no safetensors file at all; its MTP modules are then those that
+    config.json declares. Raises ModelFolderError that names the file and the key or tensor at fault, with what was
+    expected and found.
     """
     path = Path(path)
     if not path.is_dir():
@@ -59,8 +61,8 @@ def open_folder(path: Path | str) -> ModelFolder:
         raise ModelFolderError(f"{path}: not a model folder: expected a config.json in it")
     config = ConfigReader(read_json(source), source)
     spec = parse_spec(config)
-    tensors = stored_tensors(path)
-    if isinstance(spec, DeepseekSpec):
+    tensors = stored_tensors(path) if weights or any(path.glob("*.safetensors")) else {}
+    if isinstance(spec, DeepseekSpec) and tensors:
         spec = replace(spec, mtp_modules=_stored_mtp_modules(spec, tensors))
     fp8 = _is_fp8(config)
     return ModelFolder(

@@ -11,7 +11,7 @@ from raysonar.model.deepseek import load_deepseek
 from raysonar.model.folder import ModelFolder
 from raysonar.model.llama import load_llama
 from raysonar.model.mtp import MtpModule
-from raysonar.model.spec import DeepseekSpec
+from raysonar.model.spec import DeepseekSpec, ModelSpec
 from raysonar.model.transformer import Transformer
 from raysonar.model.weights import Weights
 from raysonar.moe.communicator import ALONE, Communicator
@@ -46,19 +46,27 @@ def load_model(
     max_positions: the positions to prepare rotary embeddings for; None takes the model's own. Raises ConfigurationError
     when `mtp` is asked of a model that has no MTP module, ModelFolderError when the weights do not fit the config.
     """
-    spec = folder.spec
-    if mtp and not (isinstance(spec, DeepseekSpec) and spec.mtp_modules):
+    check_mtp(folder, mtp)
+    positions = max_positions or folder.spec.max_positions
+    with torch.inference_mode(), CheckpointReader(folder, dtype=dtype, progress=progress) as reader:
+        weights = Weights(reader, dtype=dtype, device=device, communicators=communicators)
+        model = build_model(folder.spec, weights, mtp=mtp, max_positions=positions)
+        reader.finish()
+    return model
+
+
+def check_mtp(folder: ModelFolder, wanted: bool) -> None:
+    """Raises ConfigurationError when an MTP module is wanted of a model that has none."""
+    if wanted and not folder.has_mtp:
         raise ConfigurationError(
             f"speculation.tokens: {folder.path} has no MTP module (num_nextn_predict_layers); "
             "use 0 speculative tokens, or a model that has one (DeepSeek V3, R1)"
         )
-    positions = max_positions or spec.max_positions
-    with torch.inference_mode(), CheckpointReader(folder, dtype=dtype, progress=progress) as reader:
-        weights = Weights(reader, dtype=dtype, device=device, communicators=communicators)
-        if isinstance(spec, DeepseekSpec):
-            target = load_deepseek(spec, weights, max_positions=positions)
-            module = MtpModule(target, spec, weights) if mtp else None
-        else:
-            target, module = load_llama(spec, weights, max_positions=positions), None
-        reader.finish()
-    return LoadedModel(target, module)
+
+
+def build_model(spec: ModelSpec, weights: Weights, *, mtp: bool, max_positions: int) -> LoadedModel:
+    """The modules, wherever the weights come from."""
+    if isinstance(spec, DeepseekSpec):
+        target = load_deepseek(spec, weights, max_positions=max_positions)
+        return LoadedModel(target, MtpModule(target, spec, weights) if mtp else None)
+    return LoadedModel(load_llama(spec, weights, max_positions=max_positions), None)

@@ -3,6 +3,7 @@
 import os
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -10,7 +11,7 @@ from raysonar.config import CacheConfig, EngineConfig, MtpHidden, ParallelConfig
 from raysonar.errors import ConfigurationError
 from raysonar.model.cache import KvCache, page_bytes
 from raysonar.model.folder import ModelFolder, open_folder
-from raysonar.model.loading import load_model
+from raysonar.model.loading import LoadedModel, load_model
 from raysonar.model.spec import DeepseekSpec
 from raysonar.moe.communicator import Communicator
 from raysonar.observe.timeline import Timeline
@@ -25,6 +26,28 @@ SMALL_CHECKPOINT = 64 << 20
 in fp32. Measured on the demo model: a decode step of 2.9 ms in fp32, of 4.4 ms in bf16."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What a configuration and a model's folder come to, the same on every rank."""
+
+    folder: ModelFolder
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    speculative_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """The cache and the tables of a rank, and the draft with what it carries."""
+
+    cache: KvCache
+    page_bytes: int
+    slots: SlotTable
+    sampling: SamplingTable
+    draft: MtpDraft | None
+
+
 def build_rank(
     config: EngineConfig, communicators: Sequence[Communicator], *, progress: bool = False
 ) -> tuple[Rank, RankInfo]:
@@ -32,29 +55,57 @@ def build_rank(
 
     communicators: the rank's, one for each half of a step.
     """
-    folder = open_folder(config.model)
-    device = _device(config)
-    dtype = _dtype(config, folder, device)
-    max_model_len = _max_model_len(config, folder)
-    k, slots = _speculative_tokens(config, folder), config.scheduling.max_running
+    terms = settle(config, open_folder(config.model), find_device(config))
     model = load_model(
-        folder,
-        dtype=dtype,
-        device=device,
+        terms.folder,
+        dtype=terms.dtype,
+        device=terms.device,
         communicators=communicators,
-        mtp=k > 0,
-        max_positions=max_model_len,
+        mtp=terms.speculative_tokens > 0,
+        max_positions=terms.max_model_len,
         progress=progress,
     )
-    page_size = config.cache.page_size
-    pages_per_slot = -(-max_model_len // page_size)
-    one_page = page_bytes(model.cache_shapes, page_size, dtype)
+    memory = allocate(config, terms, model, terms.device)
+    pages = memory.cache.scratch_page
+    info = RankInfo(
+        max_model_len=terms.max_model_len,
+        pages=pages,
+        page_size=config.cache.page_size,
+        slots=config.scheduling.max_running,
+        vocab=terms.folder.spec.vocab,
+        speculative_tokens=terms.speculative_tokens,
+        eos_token_ids=terms.folder.eos_token_ids,
+        dtype=str(terms.dtype).removeprefix("torch."),
+        device=str(terms.device),
+        cache_bytes=(pages + 1) * memory.page_bytes,
+        processes=((socket.gethostname(), os.getpid()),),
+    )
+    timeline = Timeline([communicator.track for communicator in communicators])
+    return Rank(model, memory.cache, memory.slots, memory.sampling, memory.draft, timeline), info
+
+
+def settle(config: EngineConfig, folder: ModelFolder, device: torch.device) -> Terms:
+    """Raises ConfigurationError for what the model cannot do."""
+    return Terms(
+        folder=folder,
+        device=device,
+        dtype=_dtype(config, folder, device),
+        max_model_len=_max_model_len(config, folder),
+        speculative_tokens=_speculative_tokens(config, folder),
+    )
+
+
+def allocate(config: EngineConfig, terms: Terms, model: LoadedModel, device: torch.device) -> Memory:
+    """Everything but the weights. Raises ConfigurationError when the cache's bytes do not hold two pages."""
+    slots, page_size = config.scheduling.max_running, config.cache.page_size
+    pages_per_slot = -(-terms.max_model_len // page_size)
+    one_page = page_bytes(model.cache_shapes, page_size, terms.dtype)
     pages = _pages(config.cache, one_page, slots * pages_per_slot)
-    cache = KvCache(model.cache_shapes, pages=pages, page_size=page_size, dtype=dtype, device=device)
-    sampling = SamplingTable(slots, folder.spec.vocab, device)
+    cache = KvCache(model.cache_shapes, pages=pages, page_size=page_size, dtype=terms.dtype, device=device)
+    sampling = SamplingTable(slots, terms.folder.spec.vocab, device)
     draft = None
     if model.mtp is not None:
-        post_norm, recycle_post_norm = _hidden_choice(config, folder)
+        post_norm, recycle_post_norm = _hidden_choice(config, terms.folder)
         draft = MtpDraft(
             model.target,
             model.mtp,
@@ -65,22 +116,9 @@ def build_rank(
             recycle_post_norm=recycle_post_norm,
         )
     # a row writes up to 1 + k tokens behind its last known one
-    table = SlotTable(slots, max_model_len + k + 1, pages_per_slot, device)
-    info = RankInfo(
-        max_model_len=max_model_len,
-        pages=pages,
-        page_size=page_size,
-        slots=slots,
-        vocab=folder.spec.vocab,
-        speculative_tokens=k,
-        eos_token_ids=folder.eos_token_ids,
-        dtype=str(dtype).removeprefix("torch."),
-        device=str(device),
-        cache_bytes=(pages + 1) * one_page,
-        processes=((socket.gethostname(), os.getpid()),),
-    )
-    timeline = Timeline([communicator.track for communicator in communicators])
-    return Rank(model, cache, table, sampling, draft, timeline), info
+    length = terms.max_model_len + terms.speculative_tokens + 1
+    table = SlotTable(slots, length, pages_per_slot, device)
+    return Memory(cache=cache, page_bytes=one_page, slots=table, sampling=sampling, draft=draft)
 
 
 def check_split(folder: ModelFolder, parallel: ParallelConfig) -> None:
@@ -97,22 +135,29 @@ def check_split(folder: ModelFolder, parallel: ParallelConfig) -> None:
             )
 
 
-def _device(config: EngineConfig) -> torch.device:
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(config.device)
-    except RuntimeError as error:
-        raise ConfigurationError(f'device: {config.device!r} is not a device; use "auto", "cpu" or "cuda"') from error
+def find_device(config: EngineConfig) -> torch.device:
+    """Where the ranks are to be. Raises ConfigurationError when there is no such device here."""
+    device = parse_device(config)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigurationError(f"device: {config.device!r} was asked for, but torch finds no CUDA device here")
     return device
 
 
+def parse_device(config: EngineConfig) -> torch.device:
+    """The device that is asked for, whether it is here or not."""
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(config.device)
+    except RuntimeError as error:
+        raise ConfigurationError(f'device: {config.device!r} is not a device; use "auto", "cpu" or "cuda"') from error
+
+
 def _dtype(config: EngineConfig, folder: ModelFolder, device: torch.device) -> torch.dtype:
     if config.dtype == "auto":
         size = sum(file.stat().st_size for file in folder.path.glob("*.safetensors"))
-        return torch.float32 if device.type == "cpu" and size <= SMALL_CHECKPOINT else folder.checkpoint_dtype
+        small = 0 < size <= SMALL_CHECKPOINT
+        return torch.float32 if device.type == "cpu" and small else folder.checkpoint_dtype
     dtype = getattr(torch, config.dtype)
     assert isinstance(dtype, torch.dtype)
     return dtype

@@ -1,19 +1,25 @@
 """The Serve application: `serve run`, `serve deploy` and `raysonar serve` all build it here."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import ray
+import yaml
+from pydantic import ValidationError
 from ray import serve
 from ray.serve import Application
-from ray.serve.schema import LoggingConfig
+from ray.serve.schema import LoggingConfig, ServeDeploySchema
 
 from raysonar import demo
-from raysonar.config import EngineConfig, ServiceConfig, parse_service_config
+from raysonar.config import EngineConfig, ServiceConfig, describe, parse_service_config
+from raysonar.errors import ConfigurationError
 from raysonar.serving.driver import STUCK_AFTER_S, Driver
 from raysonar.serving.ingress import Ingress
 
 DEMO_NAME = "raysonar-demo"
+BUILDER = "raysonar.serving.app:build_app"
+"""The `import_path` of the application in Serve's configuration files."""
 
 _SPARE = 64
 """Requests that Serve lets through beyond `max_ongoing_requests`: probes, and refusals of what is too much."""
@@ -30,6 +36,24 @@ def build_app(args: Mapping[str, object]) -> Application:
     Raises ConfigurationError that names each field at fault.
     """
     return application(parse_service_config(with_demo_model(args)))
+
+
+def application_args(file: Path) -> dict[str, Any]:
+    """What `build_app` is given by a Serve configuration file.
+
+    Raises ConfigurationError for a file that Serve would not take, or that has not one application of ours.
+    """
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+        applications = ServeDeploySchema.model_validate(values).applications
+    except ValidationError as error:
+        raise ConfigurationError(f"{file}: not a Serve configuration: {describe(error)}") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigurationError(f"{file}: cannot be read: {' '.join(str(error).split())}") from error
+    ours = [each for each in applications if each.import_path == BUILDER]
+    if len(ours) != 1:
+        raise ConfigurationError(f"{file}: expected one application with import_path {BUILDER}, found {len(ours)}")
+    return dict(ours[0].args)
 
 
 def with_demo_model(args: Mapping[str, object]) -> dict[str, object]:

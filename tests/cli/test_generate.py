@@ -160,6 +160,15 @@ def test_speculation_changes_no_text(folder: Path, capsys: pytest.CaptureFixture
     assert len(outputs) == 1
 
 
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_group_of_ranks_changes_no_text(folder: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(arguments(folder, "--prompt", MESSAGE)) == 0
+    alone = capsys.readouterr().out
+    layout = ["--tensor-parallel", "2", "--data-parallel", "2", "--micro-batching", "always"]
+    assert main(arguments(folder, "--prompt", MESSAGE, *layout)) == 0
+    assert capsys.readouterr().out == alone
+
+
 def test_speculation_is_one_token_where_there_is_an_mtp_module_and_none_where_there_is_not(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

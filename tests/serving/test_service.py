@@ -25,7 +25,6 @@ from raysonar.serving.local import _cause
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = Path(sys.executable).parent
-DEMO_CONFIG = ROOT / "serve_configs" / "demo.yaml"
 START_S = 180.0
 STOP_S = 90.0
 
@@ -109,10 +108,11 @@ def test_raysonar_serve_answers_and_leaves_nothing_behind(folder: Path, tmp_path
     assert_gone(started)
 
 
-def test_serve_run_deploys_the_demo(tmp_path: Path):
+@pytest.mark.parametrize("name", ["demo", "demo-2-ranks"])
+def test_serve_run_deploys_the_demo(name: str, tmp_path: Path):
     port, log, config = free_port(), tmp_path / "log", tmp_path / "demo.yaml"
     url = f"http://127.0.0.1:{port}"
-    values = yaml.safe_load(DEMO_CONFIG.read_text())
+    values = yaml.safe_load((ROOT / "serve_configs" / f"{name}.yaml").read_text())
     assert values["http_options"] == {"host": "127.0.0.1", "port": 8000}
     values["http_options"]["port"] = port
     config.write_text(yaml.safe_dump(values))
@@ -124,6 +124,8 @@ def test_serve_run_deploys_the_demo(tmp_path: Path):
         assert "Paris" in answer["choices"][0]["message"]["content"]
         assert answer["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
         started = descendants(process.pid)
+        ranks = [pid for pid in started if b"RankActor" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert len(ranks) == (2 if name == "demo-2-ranks" else 0)
         process.send_signal(signal.SIGINT)
         assert process.wait(STOP_S) == 0
     assert_gone(started)
