@@ -82,3 +82,10 @@ def test_every_test_that_the_architecture_names_is_there() -> None:
     everything = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     missing += [name for name in re.findall(r"::(\w+)", text) if not re.search(rf"\b{name}\b", everything)]
     assert missing == []
+
+
+def test_the_python_example_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    example = re.search(r"^## Python\n\n```python\n(.*?)```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert example
+    exec(example[1], {})
+    assert capsys.readouterr().out.startswith("Paris. stop (")
