@@ -1,6 +1,7 @@
 """`--dry-run`: what a group would hold, without weights, devices or Ray; and serve_configs/, sized so."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -121,3 +122,16 @@ def test_the_large_models_fit_as_their_configurations_say(
     assert sizes["cache"]["pages"] > 0.8 * min(
         sizes["cache"]["pages_that_fit"], sizes["slots"] * sizes["max_model_len"] / sizes["cache"]["page_size"]
     )
+
+
+def test_the_layouts_in_the_documents_are_sized_as_a_dry_run_sizes_them(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs" / "deployment.md").read_text()
+    rows = re.findall(r"^\| (\d+) x (\d+) \| ([\d.]+) \| ([\d,]+) \| ([\d,]+) \|$", text, re.M)
+    assert len(rows) == 4
+    for tensor, data, weights, of_a_row, of_all in rows:
+        layout = ["--tensor-parallel", tensor, "--data-parallel", data, "--device", "cuda", "--device-memory", "141GB"]
+        _, out, _ = run(capsys, "serve", V3, "--dry-run", "--json", *layout)
+        sizes = json.loads(out)
+        tokens = sizes["cache"]["pages_that_fit"] * sizes["cache"]["page_size"]
+        assert f"{sizes['weights']['total'] / 1e9:.1f}" == weights
+        assert (f"{tokens:,}", f"{tokens * int(data):,}") == (of_a_row, of_all)
