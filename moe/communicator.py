@@ -97,6 +97,12 @@ class Communicator:
         ]
         return cls(place, world, rows[place.data_rank] if place.tensor > 1 else None)
 
+    def sum_over_world(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' tensors, in place."""
+        if self._world is not None:
+            dist.all_reduce(x, group=self._world)
+        return x
+
     def sum_over_row(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of the row's ranks' tensors, in place."""
         if self._row is not None:

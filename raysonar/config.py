@@ -1,9 +1,9 @@
 """The typed, validated configuration: one small frozen model per room; unknown fields are errors."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from raysonar.errors import ConfigurationError
 
@@ -64,12 +64,22 @@ class ParallelConfig(_Frozen):
     """Rows, each with requests, slots and pages of its own. Experts are spread over all ranks."""
     micro_batching: MicroBatching = "never"
     """"always" runs every step as two halves: one computes while the other's tokens travel to their experts or back."""
+    rebalance_steps: Annotated[int, Field(ge=1)] | None = None
+    """Every so many steps, experts move between ranks so that all have about the same to do; None: they stay."""
+    redundant_experts: Annotated[int, Field(ge=0)] = 0
+    """A layer's expert slots beyond one an expert: the hottest experts get several replicas. Needs rebalance_steps."""
     placement: Literal["STRICT_PACK", "PACK", "SPREAD"] = "PACK"
     """Ray's strategy: all ranks on one node, on as few as can be, or on as many."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """How long placing and starting the ranks may take."""
     collective_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """How long a collective may wait for the slowest rank before the group fails."""
+
+    @model_validator(mode="after")
+    def _redundancy_needs_rebalancing(self) -> Self:
+        if self.redundant_experts and self.rebalance_steps is None:
+            raise ValueError("redundant_experts needs rebalance_steps: which experts are the hottest is measured")
+        return self
 
     @property
     def world(self) -> int:

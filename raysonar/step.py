@@ -105,6 +105,8 @@ class StepPlan(_Packed):
     """[1]: counts the steps."""
     halves: NDArray[np.int64] = _array("<i8")
     """[1]: 2 when the step runs as two micro-batches, else 1; the same on all ranks."""
+    rebalance: NDArray[np.int64] = _array("<i8")
+    """[1]: 1 when all ranks place the experts anew before this step, else 0."""
     draft_rounds: NDArray[np.int64] = _array("<i8")
     """[1]: the most drafts of any row on any rank: every rank runs the draft so often, with or without rows."""
     traced: NDArray[np.int64] = _array("<i8")

@@ -21,12 +21,13 @@ class DataParallel:
     All ranks run every step, also those of a row with nothing to do: their experts serve the other rows' tokens.
     """
 
-    def __init__(self, rows: Sequence[Scheduler], *, halves: int) -> None:
-        """halves: 2 runs every step as two micro-batches."""
+    def __init__(self, rows: Sequence[Scheduler], *, halves: int, rebalance_steps: int | None = None) -> None:
+        """halves: 2 runs every step as two micro-batches; rebalance_steps: how often the ranks place experts anew."""
         self.rows = rows
         self.counters = Counters(rows[0].speculative_tokens)
         """What is counted by the request; the rows count what is theirs."""
         self.halves = halves
+        self._rebalance_steps = rebalance_steps
         self.tracing = False
         """Whether the ranks keep spans of the steps that are planned."""
 
@@ -75,7 +76,12 @@ class DataParallel:
             return None
         made = [plan or row.idle() for plan, row in zip(plans, self.rows, strict=True)]
         rounds = np.maximum.reduce([plan.draft_rounds for plan in made])
-        common = {"halves": np.array([self.halves]), "traced": np.array([self.tracing], np.int64)}
+        number, every = int(made[0].number[0]), self._rebalance_steps
+        common = {
+            "halves": np.array([self.halves]),
+            "traced": np.array([self.tracing], np.int64),
+            "rebalance": np.array([bool(every and number and number % every == 0)], np.int64),
+        }
         return [replace(plan, **common, draft_rounds=rounds) for plan in made]
 
     def commit(self, results: Sequence[StepResult]) -> list[Step]:

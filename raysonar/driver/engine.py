@@ -96,7 +96,11 @@ class Engine:
         ]
         self._loop = EngineLoop(
             channel=channel,
-            scheduler=DataParallel(rows, halves=2 if config.parallel.micro_batching == "always" else 1),
+            scheduler=DataParallel(
+                rows,
+                halves=2 if config.parallel.micro_batching == "always" else 1,
+                rebalance_steps=config.parallel.rebalance_steps,
+            ),
             decoder=self.tokenizer if self.tokenizer.available else None,
             eos_token_ids=eos,
             plans_in_flight=config.scheduling.plans_in_flight,

@@ -103,6 +103,11 @@ class DecoderLayer:
         else:
             self._mlp = Moe(spec.hidden, moe, weights, f"{prefix}.mlp")
 
+    @property
+    def moe(self) -> Moe | None:
+        """Its experts, if it has any."""
+        return self._mlp if isinstance(self._mlp, Moe) else None
+
     def __call__(self, x: torch.Tensor, batch: Batch, rotation: torch.Tensor, cache: KvCache) -> Pass:
         """[tokens, hidden] -> [tokens, hidden]."""
         track = self._communicators[batch.half].track

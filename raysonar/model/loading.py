@@ -7,9 +7,10 @@ import torch
 
 from raysonar.errors import ConfigurationError
 from raysonar.model.checkpoint import CheckpointReader
-from raysonar.model.deepseek import load_deepseek
+from raysonar.model.deepseek import DecoderLayer, load_deepseek
 from raysonar.model.folder import ModelFolder
 from raysonar.model.llama import load_llama
+from raysonar.model.moe import Moe
 from raysonar.model.mtp import MtpModule
 from raysonar.model.spec import DeepseekSpec, ModelSpec
 from raysonar.model.transformer import Transformer
@@ -25,6 +26,14 @@ class LoadedModel:
     mtp: MtpModule | None
 
     @property
+    def moe_layers(self) -> list[Moe]:
+        """Every layer with experts, the draft's last."""
+        found = [layer.moe for layer in self.target.layers if isinstance(layer, DecoderLayer)]
+        if self.mtp is not None:
+            found.append(self.mtp.moe)
+        return [moe for moe in found if moe is not None]
+
+    @property
     def cache_shapes(self) -> list[tuple[int, int]]:
         """(kv_heads, width) of every layer's cache entry, the draft's last."""
         return self.target.cache_shapes + (self.mtp.cache_shapes if self.mtp else [])
@@ -38,18 +47,22 @@ def load_model(
     communicators: Sequence[Communicator] = ALONE,
     mtp: bool = False,
     max_positions: int | None = None,
+    redundant_experts: int | None = None,
     progress: bool = False,
 ) -> LoadedModel:
     """Read a model's weights, shard by shard; of what is split over the ranks, this rank's part.
 
-    communicators: the rank's, one for each half of a step.
+    communicators: the rank's, one for each half of a step. redundant_experts: a layer's expert slots beyond one an
+    expert, when experts can move between ranks; None when they cannot.
     max_positions: the positions to prepare rotary embeddings for; None takes the model's own. Raises ConfigurationError
     when `mtp` is asked of a model that has no MTP module, ModelFolderError when the weights do not fit the config.
     """
     check_mtp(folder, mtp)
     positions = max_positions or folder.spec.max_positions
     with torch.inference_mode(), CheckpointReader(folder, dtype=dtype, progress=progress) as reader:
-        weights = Weights(reader, dtype=dtype, device=device, communicators=communicators)
+        weights = Weights(
+            reader, dtype=dtype, device=device, communicators=communicators, redundant_experts=redundant_experts
+        )
         model = build_model(folder.spec, weights, mtp=mtp, max_positions=positions)
         reader.finish()
     return model

@@ -6,6 +6,7 @@ from raysonar.kernels.elementwise import rms_norm
 from raysonar.model.batch import Batch
 from raysonar.model.cache import KvCache
 from raysonar.model.deepseek import DecoderLayer, cache_shape
+from raysonar.model.moe import Moe
 from raysonar.model.spec import DeepseekSpec
 from raysonar.model.transformer import Transformer
 from raysonar.model.weights import Weights
@@ -42,6 +43,11 @@ class MtpModule:
         both = torch.cat((embedded, rms_norm(hidden, self._hidden_norm, self._spec.eps)), -1)
         x = self._communicators[batch.half].gather_over_row(self._project(both), self._spec.hidden, dim=1)
         return (yield from self._block(x, batch, self._target.rotation[batch.positions], cache))
+
+    @property
+    def moe(self) -> Moe | None:
+        """Its block's experts, if it has any."""
+        return self._block.moe
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
         """The module's own final norm."""

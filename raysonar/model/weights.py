@@ -35,13 +35,16 @@ class Weights:
         dtype: torch.dtype,
         device: torch.device,
         communicators: Sequence[Communicator],
+        redundant_experts: int | None = None,
     ) -> None:
-        """communicators: the rank's, one for each half of a step; modules keep them."""
+        """communicators: the rank's, one for each half of a step; modules keep them. redundant_experts: a layer's
+        expert slots beyond one an expert, when experts can move; None when they stay where they are."""
         self.reader = reader
         self.dtype = dtype
         self.device = device
         self.communicators = communicators
         self.place = communicators[0].place
+        self.redundant_experts = redundant_experts
 
     def tensor(
         self, name: str, *shape: int, dtype: torch.dtype | None = None, select: Slices | None = None

@@ -2,17 +2,21 @@
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from raysonar.config import CacheConfig, EngineConfig, MtpHidden, ParallelConfig
 from raysonar.errors import ConfigurationError
+from raysonar.model.balancing import ExpertBalancer
 from raysonar.model.cache import KvCache, page_bytes
+from raysonar.model.checkpoint import CheckpointReader
 from raysonar.model.folder import ModelFolder, open_folder
 from raysonar.model.loading import LoadedModel, load_model
 from raysonar.model.spec import DeepseekSpec
+from raysonar.model.weights import Weights
 from raysonar.moe.communicator import Communicator
 from raysonar.observe.timeline import Timeline
 from raysonar.ranks.channel import RankInfo
@@ -63,6 +67,7 @@ def build_rank(
         communicators=communicators,
         mtp=terms.speculative_tokens > 0,
         max_positions=terms.max_model_len,
+        redundant_experts=redundant_experts(config.parallel),
         progress=progress,
     )
     memory = allocate(config, terms, model, terms.device)
@@ -81,7 +86,24 @@ def build_rank(
         processes=((socket.gethostname(), os.getpid()),),
     )
     timeline = Timeline([communicator.track for communicator in communicators])
-    return Rank(model, memory.cache, memory.slots, memory.sampling, memory.draft, timeline), info
+    balancer = None
+    if config.parallel.rebalance_steps:
+        balancer = _balancer(terms, model, communicators)
+    return Rank(model, memory.cache, memory.slots, memory.sampling, memory.draft, timeline, balancer), info
+
+
+def redundant_experts(parallel: ParallelConfig) -> int | None:
+    """A layer's expert slots beyond one an expert; None when experts stay where they are."""
+    return parallel.redundant_experts if parallel.rebalance_steps else None
+
+
+def _balancer(terms: Terms, model: LoadedModel, communicators: Sequence[Communicator]) -> ExpertBalancer:
+    @contextmanager
+    def open_weights() -> Iterator[Weights]:
+        with CheckpointReader(terms.folder, dtype=terms.dtype) as reader:
+            yield Weights(reader, dtype=terms.dtype, device=terms.device, communicators=communicators)
+
+    return ExpertBalancer(model.moe_layers, communicators[0], open_weights)
 
 
 def settle(config: EngineConfig, folder: ModelFolder, device: torch.device) -> Terms:
@@ -124,6 +146,11 @@ def allocate(config: EngineConfig, terms: Terms, model: LoadedModel, device: tor
 def check_split(folder: ModelFolder, parallel: ParallelConfig) -> None:
     """Raises ConfigurationError for a model that the group cannot share out."""
     spec, tensor = folder.spec, parallel.tensor
+    if parallel.rebalance_steps and (parallel.world == 1 or not (isinstance(spec, DeepseekSpec) and spec.moe)):
+        raise ConfigurationError(
+            "parallel.rebalance_steps: there are no experts to move; it needs a mixture-of-experts model on two or "
+            "more ranks (parallel.tensor, parallel.data)"
+        )
     counts = {"attention heads": spec.mla.heads if isinstance(spec, DeepseekSpec) else spec.heads}
     if not isinstance(spec, DeepseekSpec):
         counts["key-value heads"] = spec.kv_heads

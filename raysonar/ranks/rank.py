@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from raysonar.model.balancing import ExpertBalancer
 from raysonar.model.batch import Batch, pack
 from raysonar.model.cache import KvCache
 from raysonar.model.loading import LoadedModel
@@ -59,9 +60,10 @@ class Rank:
         sampling: SamplingTable,
         draft: MtpDraft | None,
         timeline: Timeline,
+        balancer: ExpertBalancer | None = None,
     ) -> None:
         self._target, self._cache, self._slots = model.target, cache, slots
-        self._sampling, self._draft = sampling, draft
+        self._sampling, self._draft, self._balancer = sampling, draft, balancer
         self._verified: _Verified | None = None
         self.timeline = timeline
         self._draft_seconds = (0.0, 0.0)
@@ -73,6 +75,9 @@ class Rank:
         timeline, span = self.timeline, self.timeline.frame.span
         timeline.begin(int(plan.number[0]), traced=bool(plan.traced.any()))
         watch = _Stopwatch(timeline)
+        if self._balancer is not None and plan.rebalance.any():
+            with span("move experts"):
+                self._balancer.rebalance()
         with span("take plan in"):
             self._admit(plan)
             layout = Layout.of(plan, self._cache.page_size)

@@ -15,7 +15,7 @@ from raysonar.model.loading import build_model, check_mtp
 from raysonar.model.spec import ModelSpec
 from raysonar.model.weights import Slices, Weights
 from raysonar.moe.communicator import Communicator, Place
-from raysonar.ranks.build import Terms, allocate, check_split, parse_device, settle
+from raysonar.ranks.build import Terms, allocate, check_split, parse_device, redundant_experts, settle
 
 USABLE = 0.9
 """The share of a rank's memory that it may plan to fill; activations, communication and the runtime need the rest."""
@@ -205,7 +205,7 @@ def size_group(config: EngineConfig, *, memory: int | None = None) -> GroupSize:
 
 def size_rank(config: EngineConfig, terms: Terms, place: Place) -> RankSize:
     """Build the rank that stands at `place` without any memory, and count. The first ranks' shares are the largest."""
-    weights = _Ledger(terms, place)
+    weights = _Ledger(terms, place, redundant_experts(config.parallel))
     with torch.inference_mode():
         mtp = terms.speculative_tokens > 0
         model = build_model(terms.folder.spec, weights, mtp=mtp, max_positions=terms.max_model_len)
@@ -248,9 +248,11 @@ class _Shapes:
 class _Ledger(Weights):
     """Gives modules shapes, and keeps account of them by kind."""
 
-    def __init__(self, terms: Terms, place: Place) -> None:
+    def __init__(self, terms: Terms, place: Place, redundant: int | None) -> None:
         communicators = [Communicator(place, None, None)] * 2  # never used: nothing runs on the meta device
-        super().__init__(_Shapes(), dtype=terms.dtype, device=_META, communicators=communicators)
+        super().__init__(
+            _Shapes(), dtype=terms.dtype, device=_META, communicators=communicators, redundant_experts=redundant
+        )
         self._spec: ModelSpec = terms.folder.spec
         self.bytes: Counter[str] = Counter()
         self.parameters = 0
