@@ -100,7 +100,8 @@ class Communicator:
     def sum_over_world(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' tensors, in place."""
         if self._world is not None:
-            dist.all_reduce(x, group=self._world)
+            with self.track.waiting("sum over world"):
+                dist.all_reduce(x, group=self._world)
         return x
 
     def sum_over_row(self, x: torch.Tensor) -> torch.Tensor:

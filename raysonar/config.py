@@ -50,9 +50,10 @@ class SchedulingConfig(_Frozen):
     """Tokens a step computes at the most; longer prompts are prefilled in chunks."""
     max_waiting: Annotated[int, Field(ge=1)] = 65536
     """Requests that may wait for a slot; one more is refused."""
-    plans_in_flight: Annotated[int, Field(ge=1, le=4)] = 1
-    """Plans handed to the rank before the first one's result is in. 1 suits a rank in this process; from 2 on, a step
-    is planned on upper bounds while the one before it runs."""
+    plans_in_flight: Annotated[int, Field(ge=1, le=4)] | None = None
+    """Plans handed to the ranks before the first one's result is in; from 2 on, a step is planned on upper bounds while
+    the one before it runs. None is 1 for a rank in this process, which does not run while the engine plans, and 2 for a
+    group."""
 
 
 class ParallelConfig(_Frozen):

@@ -103,7 +103,7 @@ class Engine:
             ),
             decoder=self.tokenizer if self.tokenizer.available else None,
             eos_token_ids=eos,
-            plans_in_flight=config.scheduling.plans_in_flight,
+            plans_in_flight=config.scheduling.plans_in_flight or (2 if config.parallel.world > 1 else 1),
             max_waiting=config.scheduling.max_waiting,
             step_timeout=step_timeout,
         )
@@ -128,7 +128,7 @@ class Engine:
         max_running: int = 64,
         token_budget: int = 1024,
         max_waiting: int = 65536,
-        plans_in_flight: int = 1,
+        plans_in_flight: int | None = None,
         tensor_parallel: int = 1,
         data_parallel: int = 1,
         micro_batching: MicroBatching = "never",

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 now = time.perf_counter_ns
 KEPT_SPANS = 1_000_000
-"""Of each lane; the oldest make room."""
+"""Of each track; the oldest make room."""
 
 
 class Lane(IntEnum):
@@ -51,7 +51,7 @@ class Span(NamedTuple):
 class _Measured:
     """Keeps a span of the `with` block."""
 
-    __slots__ = ("_began", "_lane", "_name", "_track")
+    __slots__ = ("_began", "_name", "_track")
 
     def __init__(self, track: "Track", name: str) -> None:
         self._track, self._name = track, name

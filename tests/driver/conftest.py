@@ -8,7 +8,7 @@ import tokenizers
 from support.fake_rank import FakeChannel, FakeRank, HashModel, rank_info
 from support.tokenizers import write_tokenizer
 
-from raysonar.config import CacheConfig, EngineConfig, SchedulingConfig, SpeculationConfig
+from raysonar.config import CacheConfig, EngineConfig, ParallelConfig, SchedulingConfig, SpeculationConfig
 from raysonar.driver.engine import Engine
 from raysonar.model.tokenizer import Tokenizer
 
@@ -40,7 +40,8 @@ def start_engine(tokenizer, model) -> Iterator[Callable[..., Engine]]:
         tokenizer: Tokenizer = tokenizer,
         model: HashModel = model,
         token_budget: int = 32,
-        plans_in_flight: int = 1,
+        plans_in_flight: int | None = 1,
+        tensor: int = 1,
         prefix_caching: bool = True,
         max_waiting: int = 100,
         step_timeout: float = 60.0,
@@ -54,6 +55,7 @@ def start_engine(tokenizer, model) -> Iterator[Callable[..., Engine]]:
             scheduling=SchedulingConfig(
                 token_budget=token_budget, plans_in_flight=plans_in_flight, max_waiting=max_waiting
             ),
+            parallel=ParallelConfig(tensor=tensor),
         )
         start.channel = FakeChannel(FakeRank(info=info, token_budget=token_budget, model=model), before)
         engine = Engine(config, start=lambda _: (start.channel, info), tokenizer=tokenizer, step_timeout=step_timeout)

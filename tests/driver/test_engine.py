@@ -338,6 +338,16 @@ def test_a_stream_whose_event_loop_is_gone_ends_only_itself(start_engine, caplog
     assert "its stream takes no more" in caplog.text
 
 
+@pytest.mark.parametrize(("tensor", "asked", "expected"), [(1, None, 1), (2, None, 2), (2, 1, 1), (1, 3, 3)])
+def test_a_groups_next_plan_is_sent_before_the_result_is_in(start_engine, tensor, asked, expected):
+    outstanding = []
+    engine = start_engine(
+        before=lambda _: outstanding.append(engine.stats().steps_in_flight), plans_in_flight=asked, tensor=tensor
+    )
+    engine.generate([5], params(max_tokens=40))
+    assert max(outstanding) == expected
+
+
 @pytest.mark.parametrize("plans_in_flight", [1, 2])
 def test_a_failed_rank_ends_every_request_with_the_root_cause(start_engine, caplog, plans_in_flight):
     cause = MemoryError("the device is on fire")
