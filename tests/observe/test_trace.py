@@ -97,6 +97,14 @@ def test_every_rank_has_the_same_steps_and_they_are_those_of_the_records(traced:
         assert drafts == (numbers if len(traced.processes) > 1 else numbers[:-1])  # in process, it is yet to come
 
 
+def test_ranks_are_on_one_clock(pair: Traced) -> None:
+    """All ranks exchange tokens in every step: none ends its target pass before another has begun."""
+    for record in pair.records:
+        passes = [span for span in pair.spans(name="target") if span["args"]["step"] == record.number]
+        assert len(passes) == 2
+        assert max(span["ts"] for span in passes) < min(end(span) for span in passes)
+
+
 def test_spans_of_a_lane_nest_and_a_ranks_halves_never_compute_at_once(traced: Traced) -> None:
     for rank in range(len(traced.processes)):
         halves = (Lane.HALF_0, Lane.HALF_1)
