@@ -49,7 +49,7 @@ class LatentAttention:
         head_rows = mla.nope_dim + mla.v_dim
         up_shape, own_up = (mla.heads * head_rows, mla.kv_lora_rank), _rows(heads, head_rows)
         up = weights.tensor(f"{name}kv_b_proj.weight", *up_shape, select=(own_up,)).view(self._heads, head_rows, -1)
-        self._key_up = up[:, : mla.nope_dim].contiguous()  # [heads, nope, latent]
+        self._key_up = up[:, : mla.nope_dim].clone()  # [heads, nope, latent]; a view of one head would keep all of `up`
         self._value_up = up[:, mla.nope_dim :].mT.contiguous()  # [heads, latent, v]
         out_columns = mla.heads * mla.v_dim
         self._out = weights.linear_columns(f"{name}o_proj.weight", spec.hidden, out_columns, _rows(heads, mla.v_dim))

@@ -73,7 +73,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "v3 in fp8": lambda folder: make_deepseek_v3(folder, mtp=1, fp8="float32"),
     "v3 tied, no latent query": lambda folder: make_deepseek_v3(folder, tie_word_embeddings=True, q_lora_rank=None),
     "v2": lambda folder: make_deepseek_v2(folder),
-    "llama": lambda folder: make_llama(folder),
+    "llama": lambda folder: make_llama(folder, num_key_value_heads=4),
 }
 
 
@@ -89,7 +89,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], P
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("tensor", "data"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("tensor", "data"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)])
 def test_a_rank_holds_what_was_said(made: Callable[[str], Path], name: str, tensor: int, data: int) -> None:
     config = config_of(made(name), tensor, data)
     for place, size in zip(places(config), sizes(config), strict=True):
@@ -153,6 +153,18 @@ def test_the_first_rank_is_the_largest_and_the_ranks_have_all_experts_between_th
     assert max(other.bytes for other in others) == first.bytes > others[-1].bytes
     assert sum(size.weights["routed experts"] for size in (first, *others)) == whole
     assert size_group(config_of(made("v3"), data=3)).rank == first
+
+
+def test_replicas_of_experts_are_counted(made: Callable[[str], Path]) -> None:
+    parallel = ParallelConfig(data=2, redundant_experts=2, rebalance_steps=8)
+    config = config_of(made("v2"), parallel=parallel)
+    plain = sizes(config_of(made("v2"), data=2))
+    for place, size, without in zip(places(config), sizes(config), plain, strict=True):
+        rank, _ = build_rank(config, [Communicator(place, None, None)] * 2)
+        experts = [layer.moe._experts for layer in rank._target.layers if layer.moe is not None]
+        assert size.weights["routed experts"] == sum(map(held, experts))
+        assert size.weights["routed experts"] * 4 == without.weights["routed experts"] * 5  # 10 slots for 8 experts
+        assert size.bytes - without.bytes == size.weight_bytes - without.weight_bytes > 0
 
 
 def test_published_models_have_the_published_numbers() -> None:
