@@ -61,8 +61,8 @@ def _attend_group(
 ) -> torch.Tensor:
     _, kv_heads, repeat, width = q.shape
     rows, queries = group.rows, group.queries
-    # [rows, pages, page_size, kv_heads, width] -> one contiguous matrix of entries per (row, kv head)
-    entries = cache[group.pages].flatten(1, 2)
+    # One contiguous matrix of entries per (row, kv head). Indexing with the matrix of pages takes seven times as long.
+    entries = cache.flatten(1).index_select(0, group.pages.flatten()).view(rows, -1, *cache.shape[2:])
     entries = entries.squeeze(2) if kv_heads == 1 else entries.transpose(1, 2).flatten(0, 1)
     q = q[group.first : group.first + rows * queries].view(rows, queries, kv_heads, repeat, width)
     q = q.transpose(1, 2).reshape(rows * kv_heads, queries * repeat, width)

@@ -29,15 +29,15 @@ class Experts:
         order = flat.argsort(stable=True)
         foreign, *counts = torch.bincount(flat + 1, minlength=len(self._slots) + 1).tolist()
         routed = x[order // top_k] if not foreign else x[order[foreign:] // top_k]
-        outputs, start = [], 0
-        for expert, count in zip(self._slots, counts, strict=True):
-            if count:
-                assert expert is not None, "tokens were routed to an empty slot"
-                gate_up, down = expert
-                outputs.append(down(swiglu(gate_up(routed[start : start + count]))))
-                start += count
-        if not outputs:
+        busy = [(expert, count) for expert, count in zip(self._slots, counts, strict=True) if count and expert]
+        if not busy:
             return torch.zeros_like(x)
+        sizes = [count for _, count in busy]
+        # one activation for all: many small operators cost more than two that join and split
+        parts = zip(busy, routed.split_with_sizes(sizes), strict=True)
+        hidden = swiglu(torch.cat([expert[0](part) for (expert, _), part in parts]))
+        parts = zip(busy, hidden.split_with_sizes(sizes), strict=True)
+        outputs = [expert[1](part) for (expert, _), part in parts]
         if foreign:
             outputs.insert(0, x.new_zeros((foreign, x.shape[1])))
         unsorted = x.new_empty((tokens * top_k, x.shape[1]))

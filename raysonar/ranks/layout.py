@@ -60,6 +60,11 @@ class Layout:
         return int(self.ends[-1]) if len(self.ends) else 0
 
     @property
+    def longest(self) -> int:
+        """Tokens that no row's text exceeds in this step, drafts and the new token included."""
+        return int(self.bounds.max(initial=0)) + 1
+
+    @property
     def width(self) -> int:
         """The most tokens that a row of any rank can gain."""
         return 1 + self.rounds

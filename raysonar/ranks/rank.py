@@ -99,7 +99,7 @@ class Rank:
             logits = self._target.logits(hidden if len(places) == layout.size else hidden[places])
         with span("accept"):
             positions = all_positions[places] + 1
-            scores = rows.scores(logits, positions, self._slots.tokens)
+            scores = rows.scores(logits, positions, self._slots.tokens[:, : layout.longest])
             sampling_drafts = layout.drafts[layout.sampling]
             count, tokens = accept(rows, scores, positions, drafts, sampling_drafts, draft_scores)
             last = self._commit(layout, slots, starts, count, tokens)
@@ -165,7 +165,9 @@ class Rank:
             counts=layout.drafts[drafting],
             bounds=layout.bounds[drafting],
         )
-        drafts, scores = self._draft.propose(rows, self._slots.tokens, rounds=layout.rounds, halves=layout.halves)
+        drafts, scores = self._draft.propose(
+            rows, self._slots.tokens[:, : layout.longest], rounds=layout.rounds, halves=layout.halves
+        )
         if len(drafting) == len(layout.sampling):
             return drafts, scores
         place = self._upload(np.searchsorted(layout.sampling, drafting))
