@@ -1,6 +1,7 @@
 """The command line: `raysonar generate`, `trace` and `serve`. Heavy imports wait until a command needs them."""
 
 import argparse
+import io
 import json
 import os
 import re
@@ -9,7 +10,7 @@ import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -35,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status; errors are one line on stderr and status 2."""
     options = _parser().parse_args(arguments)
     try:
+        if sys.stdout is None:
+            raise ConfigurationError("the standard output is closed")
         options.run(options)
         sys.stdout.flush()
     except RaysonarError as error:
@@ -42,9 +45,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader has seen enough; let nothing be flushed into the pipe at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader has seen enough
+        _discard_output()
+    except OSError as error:
+        _discard_output()
+        print(f"raysonar: {error}", file=sys.stderr)
+        return FAILED
     return 0
+
+
+def _discard_output() -> None:
+    """Let nothing more be flushed at exit into a standard output that takes no more."""
+    with suppress(io.UnsupportedOperation):  # not a file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 1 <= port <= 65535:
+        raise argparse.ArgumentTypeError(f"a port is a number from 1 to 65535, not {port}")
+    return port
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -81,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.set_defaults(run=_serve)
     serve.add_argument("model", nargs="?", metavar="FOLDER", help="a Hugging Face folder (default: the demo model)")
     serve.add_argument("--host", default="127.0.0.1", help="where to listen (default: %(default)s, this machine only)")
-    serve.add_argument("--port", type=int, default=8000, help="(default: %(default)s)")
+    serve.add_argument("--port", type=_port, default=8000, help="(default: %(default)s)")
     serve.add_argument("--address", help="of a running Ray cluster (default: start a Ray of its own)")
     serve.add_argument("--model-name", help="what clients ask for (default: the folder's name)")
     _add_engine_options(serve)
@@ -274,13 +294,13 @@ def _generate(options: argparse.Namespace) -> None:
 
 def _read_prompts(name: str) -> list[str]:
     """One prompt a line of a file, or of the standard input."""
-    if name == "-" and sys.stdin.isatty():
+    if name == "-" and (sys.stdin is None or sys.stdin.isatty()):
         raise ConfigurationError("no prompt: give --prompt TEXT, --input FILE, or prompts on the standard input")
     try:
         text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"cannot read prompts from {name}: {error}") from error
-    prompts = [line for line in text.splitlines() if line.strip()]
+    prompts = [line for line in text.removeprefix("\ufeff").split("\n") if line.strip()]
     if not prompts:
         raise ConfigurationError(f"no prompt in {'the standard input' if name == '-' else name}")
     return prompts
@@ -369,6 +389,8 @@ def _in_order(news: Iterator[tuple[int, Delta]]) -> Iterator[tuple[int, Delta]]:
 
 def _write_text(prompts: list[str], news: Iterator[tuple[int, Delta]]) -> None:
     """The answer alone; several, each under its prompt."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what the terminal's encoding lacks is shown as "?"
     begun = -1
     for place, delta in news:
         if place != begun and len(prompts) > 1:
@@ -398,5 +420,5 @@ def _write_json(prompts: list[str], news: Iterator[tuple[int, Delta]]) -> None:
                 "cached_tokens": opening.cached_tokens,
                 "acceptance": _acceptance_json(delta.acceptance or Acceptance()),
             }
-            print(json.dumps(result, ensure_ascii=False), flush=True)
+            print(json.dumps(result), flush=True)  # ASCII, so that a line is a line to every reader
             texts, token_ids, opening = [], [], None

@@ -61,7 +61,7 @@ class SamplingParams:
         self._check_range("min_p", 0.0, 1.0)
         self._check_range("presence_penalty", -2.0, 2.0)
         self._check_range("frequency_penalty", -2.0, 2.0)
-        self._check_range("repetition_penalty", 0.0, 100.0, above=True)
+        self._check_range("repetition_penalty", 0.01, 100.0)
         self._check_range("min_tokens", 0, 2**31 - 1)
         for name, low, high in (
             ("seed", -(2**63), 2**63 - 1),
@@ -71,17 +71,22 @@ class SamplingParams:
         ):
             if getattr(self, name) is not None:
                 self._check_range(name, low, high)
+        for name in ("include_stop_str_in_output", "ignore_eos"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequestError(f"{name} must be true or false, got {getattr(self, name)!r}", name)
         self._check_contents()
 
     def _check_range(self, name: str, low: float, high: float, *, above: bool = False) -> None:
         value = getattr(self, name)
         whole = isinstance(low, int)
         kind = int if whole else (int, float)
-        if isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value):
+        infinite = isinstance(value, float) and not math.isfinite(value)
+        if isinstance(value, bool) or not isinstance(value, kind) or infinite:
             raise InvalidRequestError(f"{name} must be {'a whole' if whole else 'a'} number, got {value!r}", name)
         if not low <= value <= high or (above and value == low):
             words = f"above {low} and at most {high}" if above else f"from {low} to {high}"
-            raise InvalidRequestError(f"{name} must be {words}, got {value!r}", name)
+            shown = repr(value) if abs(value) < 2**64 else f"a number of {int(value).bit_length()} bits"
+            raise InvalidRequestError(f"{name} must be {words}, got {shown}", name)
 
     def _collection(self, name: str, contents: str) -> Sequence[object]:
         value = getattr(self, name)

@@ -132,7 +132,13 @@ def make_request(
         if wanted is not None and wanted > limits.vocab:
             raise InvalidRequestError(f"{name} is {wanted}, the vocabulary has {limits.vocab} tokens", name)
     limit = _length_limit(len(prompt_token_ids), params.max_tokens, limits)
+    if params.min_tokens > (room := limit - len(prompt_token_ids)):
+        message = f"min_tokens is {params.min_tokens}, the answer to this prompt has at most {room} tokens"
+        raise InvalidRequestError(message, "min_tokens")
     ending = {*params.stop_token_ids, *(() if params.ignore_eos else limits.eos_token_ids)}
+    if params.min_tokens and len(ending) == limits.vocab:
+        message = "every token would end the answer, so there is none to choose before min_tokens"
+        raise InvalidRequestError(message, "stop_token_ids")
     request = Request(
         id=request_id,
         prompt=prompt,

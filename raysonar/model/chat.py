@@ -34,6 +34,8 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ModelFolderError(f"{origin}: chat template, line {error.lineno}: {error.message}") from error
+        except RecursionError as error:
+            raise ModelFolderError(f"{origin}: chat template: nested too deeply") from error
 
     def render(
         self,

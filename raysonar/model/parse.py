@@ -48,10 +48,12 @@ class ConfigReader:
         return ConfigReader(value, self.source, f"{self._prefix}{key}.")
 
     def integer(self, key: str, default: Any = _REQUIRED, *, least: int = 1) -> int:
-        """An integer of at least `least`."""
+        """An integer of at least `least`, below 2^31."""
         value = self._values.get(key, default)
         if type(value) is not int or value < least:
             raise self.error(key, f"an integer of at least {least}")
+        if value >= 2**31:
+            raise self.error(key, "an integer below 2^31")
         return value
 
     def optional_integer(self, key: str, default: int | None, *, least: int = 1) -> int | None:

@@ -10,6 +10,7 @@ from raysonar.errors import ModelFolderError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_NAME_LIMIT = 255  # characters; the file systems' own limit
 _HEADER_LIMIT = 100_000_000  # bytes; safetensors' own limit
 
 
@@ -56,7 +57,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         entries.pop("__metadata__", None)
         tensors = {name: _stored(file, entry) for name, entry in entries.items()}
         end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelFolderError(f"{file}: not a safetensors file: its header cannot be read ({error})") from error
     if size != end:
         state = "truncated" if size < end else "too long"
@@ -68,7 +69,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ModelFolderError when it does not hold one."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelFolderError(f"{file}: not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise ModelFolderError(f"{file}: expected a JSON object, found {type(values).__name__}")
@@ -84,9 +85,9 @@ def _weight_map(index: Path) -> dict[str, str]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelFolderError(f"{index}: expected a key weight_map with a file for each tensor, found {weight_map!r}")
-    for name in sorted(set(weight_map.values())):
-        if Path(name).name != name:
-            raise ModelFolderError(f"{index}: expected file names, found {name!r}")
+    for name in weight_map.values():
+        if not isinstance(name, str) or Path(name).name != name or len(name) > _NAME_LIMIT:
+            raise ModelFolderError(f"{index}: expected file names, found {repr(name)[:_NAME_LIMIT]}")
     missing = [name for name in sorted(set(weight_map.values())) if not (index.parent / name).is_file()]
     if missing:
         raise ModelFolderError(f"{index}: {len(missing)} shards that it names are missing: {', '.join(missing[:5])}")

@@ -1,6 +1,7 @@
 """Texts to token ids and back, by the folder's tokenizer.json, its special tokens and its chat template."""
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -185,7 +186,11 @@ def _templates(path: Path, config: Mapping[str, Any], special: Mapping[str, str]
     """chat_template.jinja, or else the key chat_template: a text, or a list of named ones."""
     file = path / TEMPLATE
     if file.is_file():
-        return {"default": ChatTemplate(file.read_text(encoding="utf-8"), str(file), special)}
+        try:
+            source = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ModelFolderError(f"{file}: expected a text in UTF-8: {error}") from error
+        return {"default": ChatTemplate(source, str(file), special)}
     found, origin = config.get("chat_template"), str(path / CONFIG)
     if found is None:
         return {}
@@ -211,12 +216,15 @@ def _bytes_of_pieces(model: tokenizers.Tokenizer) -> Callable[[str], bytes]:
 
 
 def _byte_level(piece: str) -> bytes:
-    return bytes(_BYTE_OF[character] for character in piece)
+    """A piece with characters that stand for no byte is its own text, as in the tokenizers library."""
+    if _BYTE_OF.keys() >= set(piece):
+        return bytes(_BYTE_OF[character] for character in piece)
+    return piece.encode()
 
 
 def _sentencepiece(piece: str) -> bytes:
-    if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-        return bytes([int(piece[3:5], 16)])
+    if _BYTE_PIECE.fullmatch(piece):
+        return bytes.fromhex(piece[3:5])
     return piece.replace("▁", " ").encode()
 
 
@@ -227,4 +235,5 @@ def _byte_level_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
 
 
+_BYTE_PIECE = re.compile("<0x[0-9A-Fa-f]{2}>")
 _BYTE_OF = _byte_level_alphabet()

@@ -25,6 +25,7 @@ from raysonar.ranks.slots import SlotTable
 from raysonar.speculation.mtp import MtpDraft
 from raysonar.speculation.sampler import SamplingTable
 
+_DEVICES = 'use "auto", "cpu" or "cuda"'
 SMALL_CHECKPOINT = 64 << 20
 """Bytes up to which dtype "auto" is float32 on a CPU: a small bf16 matrix product costs oneDNN 10 us more than it takes
 in fp32. Measured on the demo model: a decode step of 2.9 ms in fp32, of 4.4 ms in bf16."""
@@ -52,6 +53,21 @@ class Memory:
     draft: MtpDraft | None
 
 
+@contextmanager
+def _short_of_memory() -> Iterator[None]:
+    """Names the sizes that can be changed when an allocation fails."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:  # torch's CPU allocator raises RuntimeError itself
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        raise ConfigurationError(
+            f"the model, its KV cache and slots need more memory than there is ({error}): lower cache.pages or "
+            "cache.memory_bytes, max_model_len or scheduling.max_running, or see that config.json is right"
+        ) from error
+
+
+@_short_of_memory()
 def build_rank(
     config: EngineConfig, communicators: Sequence[Communicator], *, progress: bool = False
 ) -> tuple[Rank, RankInfo]:
@@ -146,17 +162,6 @@ def allocate(config: EngineConfig, terms: Terms, model: LoadedModel, device: tor
 def check_split(folder: ModelFolder, parallel: ParallelConfig) -> None:
     """Raises ConfigurationError for a model that the group cannot share out."""
     spec, tensor = folder.spec, parallel.tensor
-    if parallel.dispatch_dtype != "auto":
-        if parallel.world == 1:
-            raise ConfigurationError(
-                f'parallel.dispatch_dtype: "{parallel.dispatch_dtype}" is for tokens that travel between ranks, and '
-                'there is one rank; use "auto", or parallel.tensor or parallel.data above 1'
-            )
-        if not (isinstance(spec, DeepseekSpec) and spec.moe):
-            raise ConfigurationError(
-                f'parallel.dispatch_dtype: "{parallel.dispatch_dtype}" is for tokens that travel to their experts, and '
-                f'{folder.path} has no experts; use "auto"'
-            )
     if parallel.rebalance_steps and (parallel.world == 1 or not (isinstance(spec, DeepseekSpec) and spec.moe)):
         raise ConfigurationError(
             "parallel.rebalance_steps: there are no experts to move; it needs a mixture-of-experts model on two or "
@@ -186,9 +191,12 @@ def parse_device(config: EngineConfig) -> torch.device:
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.device(config.device)
+        device = torch.device(config.device)
     except RuntimeError as error:
-        raise ConfigurationError(f'device: {config.device!r} is not a device; use "auto", "cpu" or "cuda"') from error
+        raise ConfigurationError(f"device: {config.device!r} is not a device; {_DEVICES}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigurationError(f"device: {config.device!r} is not supported; {_DEVICES}")
+    return device
 
 
 def _dtype(config: EngineConfig, folder: ModelFolder, device: torch.device) -> torch.dtype:

@@ -146,7 +146,6 @@ class Rank:
             page_size=self._cache.page_size,
             dtype=self._target.dtype,
             halves=layout.halves,
-            capacities=layout.capacities[0],
         )
         return slots, starts, batches
 
@@ -167,11 +166,7 @@ class Rank:
             bounds=layout.bounds[drafting],
         )
         drafts, scores = self._draft.propose(
-            rows,
-            self._slots.tokens[:, : layout.longest],
-            rounds=layout.rounds,
-            halves=layout.halves,
-            capacities=layout.capacities,
+            rows, self._slots.tokens[:, : layout.longest], rounds=layout.rounds, halves=layout.halves
         )
         if len(drafting) == len(layout.sampling):
             return drafts, scores

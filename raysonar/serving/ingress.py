@@ -162,10 +162,17 @@ async def _events(answer: Answer, first: Deltas, deltas: AsyncGenerator[Deltas])
 
 
 async def _read(request: Request) -> bytes:
-    body = await request.body()
-    if len(body) > MAX_BODY_BYTES:
-        raise too_large(len(body))
-    return body
+    """The body; one that is too large is not held, only counted, so that its sender comes to the answer."""
+    body, size = bytearray(), 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size <= MAX_BODY_BYTES:
+            body += chunk
+        else:
+            body.clear()
+    if size > MAX_BODY_BYTES:
+        raise too_large(size)
+    return bytes(body)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

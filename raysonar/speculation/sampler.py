@@ -278,7 +278,8 @@ def _truncate(rows: SamplingRows, scores: Tensor, positions: Tensor, tokens: Ten
     rank = torch.arange(scores.shape[1], device=scores.device)
     falling = torch.where(rank < rows.integers.top_k[:, None], _falling(scores), -torch.inf)
     before = torch.nn.functional.pad(falling.softmax(1).cumsum(1)[:, :-1], (1, 0))
-    kept = ((before < rows.floats.top_p) & (falling > -torch.inf)).sum(1, keepdim=True)
+    # at least one, whatever rounding makes of a tiny top_p
+    kept = ((before < rows.floats.top_p) & (falling > -torch.inf)).sum(1, keepdim=True).clamp(min=1)
     least = falling.gather(1, kept - 1)
     above, equal = scores > least, scores == least
     spare = kept - above.sum(1, keepdim=True)

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -106,13 +107,14 @@ def test_prompts_are_read_from_a_file_or_the_standard_input_a_line_each(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     file = tmp_path / "prompts.txt"
-    file.write_text("one\n\n  two  \n", encoding="utf-8")
+    lines = "\ufeffone\n\n  two  \r\nthr\u2028ee\x0c\n"  # other separators than line feeds are part of a prompt
+    file.write_text(lines, encoding="utf-8", newline="")
     assert main(arguments(folder, "--json", "--input", str(file))) == 0
     from_file = capsys.readouterr().out.splitlines()
-    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\n  two  \n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines, newline=None))
     assert main(arguments(folder, "--json")) == 0
     from_stdin = capsys.readouterr().out.splitlines()
-    assert [json.loads(line)["prompt"] for line in from_file[:-1]] == ["one", "  two  "]
+    assert [json.loads(line)["prompt"] for line in from_file[:-1]] == ["one", "  two  ", "thr\u2028ee\x0c"]
     assert from_stdin[:-1] == from_file[:-1]
 
 
@@ -226,6 +228,11 @@ def test_a_raw_prompt_is_continued_for_256_tokens_or_up_to_the_models_length(
         (["--max-tokens", "0"], "max_tokens must be from 1"),
         (["--max-tokens", "4096"], "max_tokens is 4096"),
         (["--speculative-tokens", "5"], "engine.speculation.tokens: Input should be less than or equal to 4"),
+        (["--max-tokens", "1" + "0" * 400], "max_tokens must be from 1 to 2147483647, got a number of 1329 bits"),
+        (["--threads", "100000"], "engine.threads: Input should be less than or equal to 1024"),
+        (["--device", "meta"], "device: 'meta' is not supported"),
+        (["--device", "nonsense"], "device: 'nonsense' is not a device"),
+        (["--model", "x" * 5000], "File name too long"),
         (["--input", "/does/not/exist"], "cannot read prompts from /does/not/exist"),
         (["--model", "/does/not/exist"], "/does/not/exist"),
     ],
@@ -276,6 +283,28 @@ def test_a_reader_that_leaves_ends_it_quietly(folder: Path):
         assert process.wait(TIMEOUT_S) == 0
     assert "Traceback" not in errors
     assert "BrokenPipe" not in errors
+
+
+@pytest.mark.parametrize("redirection", ["<&-", ">&-", ">/dev/full", "</dev/null", "< <(printf '\\xff')"])
+def test_streams_that_are_closed_full_or_binary_are_said_in_one_line(folder: Path, redirection: str):
+    given = [] if redirection.startswith("<") else ["--prompt", "hi"]
+    command = shlex.join([str(COMMAND), *arguments(folder, *given)])
+    ended = subprocess.run(["bash", "-c", f"{command} {redirection}"], capture_output=True, timeout=TIMEOUT_S)
+    errors = ended.stderr.decode()
+    assert (ended.returncode, ended.stdout) == (2, b"")
+    assert errors.splitlines()[-1].startswith("raysonar: ")
+    assert "Traceback" not in errors
+    assert "Exception ignored" not in errors
+
+
+def test_text_and_json_can_be_written_in_any_locale(folder: Path):
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [str(COMMAND), *arguments(folder, "--prompt", "Grüße", "--prompt", "日本")]
+    text = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, env=environment, check=True)
+    assert text.stdout.decode("ascii").startswith("> Gr??e\n")
+    lines = subprocess.run([*command, "--json"], capture_output=True, timeout=TIMEOUT_S, env=environment, check=True)
+    objects = [json.loads(line) for line in lines.stdout.decode("ascii").splitlines()]
+    assert [each["prompt"] for each in objects[:-1]] == ["Grüße", "日本"]
 
 
 def test_an_interrupt_ends_it_quietly(folder: Path):

@@ -1,8 +1,11 @@
 """SamplingParams refuse what cannot be honoured, naming the field."""
 
 import math
+from dataclasses import fields
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from raysonar.driver.params import SamplingParams
 from raysonar.errors import InvalidRequestError
@@ -48,6 +51,31 @@ def test_values_out_of_range_are_refused_by_name(name, value):
     with pytest.raises(InvalidRequestError, match=name) as refused:
         SamplingParams(**{name: value})
     assert refused.value.field == name
+
+
+ANYTHING = st.one_of(
+    st.integers(), st.integers(-(10**400), 10**400), st.floats(), st.text(), st.none(), st.booleans(), st.binary()
+)
+
+
+@given(
+    name=st.sampled_from([field.name for field in fields(SamplingParams)]),
+    value=ANYTHING | st.lists(ANYTHING, max_size=2) | st.dictionaries(ANYTHING, ANYTHING, max_size=2),
+)
+def test_any_value_is_taken_or_refused_by_name(name, value):
+    fault = None
+    try:
+        SamplingParams(**{name: value})
+    except InvalidRequestError as refused:
+        fault = refused.field
+    assert fault in (None, name)
+
+
+@pytest.mark.parametrize("name", ["n", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "max_tokens"])
+@pytest.mark.parametrize("value", [10**400, -(10**400), 10**5000, math.inf], ids=["large", "low", "huge", "inf"])
+def test_numbers_beyond_every_machine_type_are_refused(name, value):
+    with pytest.raises(InvalidRequestError, match=f"{name} must be"):
+        SamplingParams(**{name: value})
 
 
 def test_min_tokens_above_max_tokens_is_refused():

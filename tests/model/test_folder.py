@@ -1,12 +1,16 @@
 """Opening a model folder: what it says of the model, and errors that name the file and the key at fault."""
 
 import json
+import math
 import struct
+from contextlib import suppress
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from support.checkpoints import make_deepseek_v2, make_deepseek_v3, make_llama
+from support.checkpoints import DEEPSEEK, make_deepseek_v2, make_deepseek_v3, make_llama
 
 from raysonar.errors import ModelFolderError
 from raysonar.model.folder import open_folder
@@ -101,6 +105,34 @@ def test_configurations_that_are_no_objects(tmp_path):
         open_folder(made)
 
 
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("text", [b"", b"\xff\xfe", b"null", b"{", b"[" * 100_000, b'{"a":' * 3000])
+def test_json_that_cannot_be_read_is_the_folders_fault(tmp_path, file, text):
+    made = make_llama(tmp_path, shards=2)
+    (made / file).write_bytes(text)
+    with pytest.raises(ModelFolderError, match=file):
+        open_folder(made)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    key=st.sampled_from([*sorted(DEEPSEEK), "rope_scaling", "dtype", "architectures", "quantization_config"]),
+    value=st.sampled_from([0, -1, 3, 2**31, 10**30, 1.5, math.nan, "x", "", None, True, [], [1], [[]], {}, {"a": 1}]),
+)
+def test_any_value_of_any_key_is_taken_or_the_folders_fault(tmp_path, key, value):
+    made = tmp_path / "model"
+    if not made.exists():
+        make_deepseek_v3(made, mtp=1)
+    config = made / "config.json"
+    original = config.read_text()
+    config.write_text(json.dumps(json.loads(original) | {key: value}))
+    try:
+        with suppress(ModelFolderError):
+            open_folder(made)
+    finally:
+        config.write_text(original)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -117,6 +149,7 @@ def test_configurations_that_are_no_objects(tmp_path):
         ({"compression_config": {"quant_method": "int4"}}, "compression_config.quant_method: expected fp8"),
         ({"dtype": "int8"}, "dtype: expected float32 or bfloat16 or float16, found 'int8'"),
         ({"eos_token_id": "x"}, "eos_token_id: expected token ids"),
+        ({"intermediate_size": 10**30}, r"intermediate_size: expected an integer below 2\^31, found 10000"),
         ({"bos_token_id": -1}, "bos_token_id: expected an integer of at least 0, found -1"),
     ],
 )
@@ -154,6 +187,10 @@ def test_an_index_that_is_wrong(tmp_path):
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": "../model.safetensors"}}))
     with pytest.raises(ModelFolderError, match=r"expected file names, found '../model.safetensors'"):
         open_folder(made)
+    for name in (5, None, [], {"a": 1}, "", "..", "/etc/passwd", "x" * 5000):
+        index.write_text(json.dumps({"weight_map": weight_map | {"lm_head.weight": name}}))
+        with pytest.raises(ModelFolderError, match=r"index.json: (expected file names, found|1 shards .* are missing)"):
+            open_folder(made)
     index.write_text("{}")
     with pytest.raises(ModelFolderError, match=r"index.json: expected a key weight_map"):
         open_folder(made)

@@ -146,6 +146,20 @@ def test_a_sentencepiece_like_vocabulary_spells_its_bytes(tmp_path):
     assert ours.decode(ids) == "a b é 🙂"
 
 
+def test_pieces_that_stand_for_no_bytes_are_their_own_text(tmp_path):
+    """As in the tokenizers library: what `decode` shows and `token_bytes` spells is the same for every token."""
+    pieces = ["<0xZZ>", "▁odd", "一", "Ġa", "<pad>"]
+    for at, decoder in enumerate([decoders.ByteLevel(), decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])]):
+        model = tokenizers.Tokenizer(models.BPE({piece: at for at, piece in enumerate(pieces)}, []))
+        model.decoder = decoder
+        folder = make_llama(tmp_path / str(at), tokenizer=False)
+        model.save(str(folder / "tokenizer.json"))
+        ours = Tokenizer.from_folder(open_folder(folder))
+        spelt = [ours.token_bytes(token).decode() for token in range(len(pieces))]
+        shown = [ours.decode([token]) for token in range(len(pieces))]
+        assert spelt == [text if isinstance(decoder, decoders.ByteLevel) else text.replace("▁", " ") for text in shown]
+
+
 def test_pieces_sizes_and_special_tokens(ours, theirs):
     assert ours.vocab_size == len(theirs) <= 384
     for token in (0, 1, 5, ours.vocab_size - 1):
@@ -250,6 +264,14 @@ def test_a_template_that_does_not_compile_is_the_folders_fault(tmp_path):
     rewrite(folder, chat_template="line one\n{% for %}")
     with pytest.raises(ModelFolderError, match=r"tokenizer_config.json: chat template, line 2"):
         Tokenizer.from_folder(open_folder(folder))
+    for source, says in (
+        (b"\xff", "expected a text in UTF-8"),
+        (b"{{" + b"(" * 5000 + b"1" + b")" * 5000 + b"}}", "chat template: nested too deeply"),
+        (b"{{ messages | nope }}", "chat template, line 1: No filter named 'nope'"),
+    ):
+        (folder / "chat_template.jinja").write_bytes(source)
+        with pytest.raises(ModelFolderError, match=f"chat_template.jinja: {says}"):
+            Tokenizer.from_folder(open_folder(folder))
 
 
 def test_without_a_template_chats_are_refused(tmp_path):

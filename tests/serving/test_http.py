@@ -187,9 +187,11 @@ def test_unknown_routes_have_openais_error_shape(http: httpx.Client, method: str
 
 
 def test_too_large_a_body_is_refused(http: httpx.Client):
-    response = http.post(COMPLETIONS, content=b" " * (MAX_BODY_BYTES + 1))
-    assert response.status_code == 413
-    assert str(MAX_BODY_BYTES) in response.json()["error"]["message"]
+    pieces = (b" " * (1 << 20) for _ in range(MAX_BODY_BYTES // (1 << 20) + 1))
+    for content in (b" " * (MAX_BODY_BYTES + 1), pieces):
+        response = http.post(COMPLETIONS, content=content)
+        assert response.status_code == 413
+        assert str(MAX_BODY_BYTES) in response.json()["error"]["message"]
 
 
 def test_prompt_logprobs_are_vllms_shape(http: httpx.Client, engine: Engine):
