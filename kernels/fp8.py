@@ -1,6 +1,31 @@
-"""Weights in fp8 with a scale for each block."""
+"""fp8 with a scale for each block: weights, and hidden states on their way to other ranks."""
 
 import torch
+import torch.nn.functional as F
+
+BLOCK = 128
+"""Values of a hidden state that share a scale (2412.19437, section 3.3)."""
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+_LEAST = 2.0**-100
+"""Magnitudes below count as this: zeros get a scale, too, and no scale is so small that it vanishes."""
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row in blocks of 1x128 values, the last one partial where need be (2412.19437, section 3.3).
+
+    x: [N, C]. Returns e4m3 [N, C] and fp32 [N, ceil(C / 128)], the factors that `dequantize_rows` multiplies by: a
+    block's largest magnitude / 448. A block that holds an infinity or NaN comes back as NaN.
+    """
+    rows, columns = x.shape
+    blocks = F.pad(x.float(), (0, -columns % BLOCK)).view(rows, -(-columns // BLOCK), BLOCK)
+    scales = blocks.abs().amax(-1).clamp_min_(_LEAST).div_(_LARGEST)
+    quantized = (blocks / scales[..., None]).to(torch.float8_e4m3fn)
+    return quantized.flatten(1)[:, :columns], scales
+
+
+def dequantize_rows(quantized: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What `quantize_rows` was given, rounded: [N, C] in `dtype`."""
+    return (quantized.float() * scales.repeat_interleave(BLOCK, 1)[:, : quantized.shape[1]]).to(dtype)
 
 
 def dequantize_blocks(

@@ -66,17 +66,34 @@ class Transfer:
         self._track.keep(self._name, "transfer", self._began, now())
 
 
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """How tokens travel to their experts' ranks; the same on all ranks."""
+
+    float8: bool = False
+    """In blocks of fp8 instead of the model's dtype."""
+    padded_bytes: int = 0
+    """The most bytes that any rank may send in vain for a dispatch to be padded (`raysonar.moe.all_to_all`)."""
+
+
+_PLAIN = Wire()
+
+
 class Communicator:
     """The collectives of one rank. Every rank of the group calls the same ones in the same order.
 
     Attributes:
         place: where the rank stands.
+        wire: how tokens travel to their experts.
         track: how the half of the steps that it serves spends its time.
     """
 
-    def __init__(self, place: Place, world: dist.ProcessGroup | None, row: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, place: Place, world: dist.ProcessGroup | None, row: dist.ProcessGroup | None, wire: Wire = _PLAIN
+    ) -> None:
         """world: the process group of all ranks; row: that of the data-parallel row; None where there is one rank."""
         self.place = place
+        self.wire = wire
         self.track = Track()
         self._world = world
         self._row = row
@@ -87,7 +104,7 @@ class Communicator:
         return cls(Place(), None, None)
 
     @classmethod
-    def of_default_group(cls, place: Place, timeout_s: float) -> Self:
+    def of_default_group(cls, place: Place, timeout_s: float, wire: Wire = _PLAIN) -> Self:
         """Over torch.distributed's default group, which must be up; a collective that takes longer fails."""
         timeout = timedelta(seconds=timeout_s)
         world = dist.new_group(timeout=timeout)
@@ -95,7 +112,7 @@ class Communicator:
             dist.new_group([row * place.tensor + i for i in range(place.tensor)], timeout=timeout)
             for row in range(place.data)
         ]
-        return cls(place, world, rows[place.data_rank] if place.tensor > 1 else None)
+        return cls(place, world, rows[place.data_rank] if place.tensor > 1 else None, wire)
 
     def sum_over_world(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' tensors, in place."""

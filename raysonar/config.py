@@ -65,6 +65,12 @@ class ParallelConfig(_Frozen):
     """Rows, each with requests, slots and pages of its own. Experts are spread over all ranks."""
     micro_batching: MicroBatching = "never"
     """"always" runs every step as two halves: one computes while the other's tokens travel to their experts or back."""
+    dispatch_dtype: Literal["auto", "float8"] = "auto"
+    """What hidden states travel to their experts as: "auto" is the model's dtype; "float8" is e4m3 with a scale for
+    each 128 values, half of bfloat16's bytes. Their experts' outputs come back in the model's dtype."""
+    padded_dispatch_bytes: Annotated[int, Field(ge=0)] = 1 << 16
+    """Tokens go to all ranks, which spares an exchange of sizes, while that sends no more bytes in vain than these, a
+    rank and layer; else only to the ranks of their experts. What the link carries in one latency is about right."""
     rebalance_steps: Annotated[int, Field(ge=1)] | None = None
     """Every so many steps, experts move between ranks so that all have about the same to do; None: they stay."""
     redundant_experts: Annotated[int, Field(ge=0)] = 0

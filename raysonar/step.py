@@ -109,6 +109,9 @@ class StepPlan(_Packed):
     """[1]: 1 when all ranks place the experts anew before this step, else 0."""
     draft_rounds: NDArray[np.int64] = _array("<i8")
     """[1]: the most drafts of any row on any rank: every rank runs the draft so often, with or without rows."""
+    capacities: NDArray[np.int64] = _array("<i8", 2)
+    """[passes, data-parallel rows]: the most tokens that each has in a half of a pass, the same on all ranks. The first
+    pass is the verification (and the draft run over its batch), the others are the draft's rounds after the first."""
     traced: NDArray[np.int64] = _array("<i8")
     """[1]: 1 when the ranks keep spans of this step, else 0; the same on all ranks."""
     admitted_slot: Ints = _array()

@@ -8,6 +8,7 @@ import numpy as np
 from raysonar.driver.pages import extend_keys
 from raysonar.driver.request import Answer
 from raysonar.driver.scheduler import Scheduler, Step
+from raysonar.model.batch import half_tokens
 from raysonar.observe.counters import Counters
 from raysonar.step import StepPlan, StepResult
 
@@ -80,6 +81,7 @@ class DataParallel:
         common = {
             "halves": np.array([self.halves]),
             "traced": np.array([self.tracing], np.int64),
+            "capacities": np.array([_capacities(plan, int(rounds[0]), self.halves) for plan in made]).T,
             "rebalance": np.array([bool(every and number and number % every == 0)], np.int64),
         }
         return [replace(plan, **common, draft_rounds=rounds) for plan in made]
@@ -87,3 +89,11 @@ class DataParallel:
     def commit(self, results: Sequence[StepResult]) -> list[Step]:
         """Take in the oldest outstanding step's results, one a row."""
         return [row.commit(result) for row, result in zip(self.rows, results, strict=True)]
+
+
+def _capacities(plan: StepPlan, rounds: int, halves: int) -> list[int]:
+    """The most tokens of one row in a half of each pass; see StepPlan."""
+    passes = [half_tokens(plan.row_tokens, halves)]
+    for step in range(1, rounds):  # a token for each row that wants more than `step` drafts
+        passes.append(half_tokens((plan.row_drafts > step).astype(np.int32), halves))
+    return passes

@@ -1,6 +1,7 @@
 """The tokens of several rows, packed for one forward pass."""
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +22,8 @@ class Batch:
     attention: AttentionPlan
     half: int
     """Which half of the step it is: each has communicators of its own."""
+    capacities: tuple[int, ...]
+    """The most tokens that each data-parallel row has in a half, the same on all ranks; empty where not known."""
 
 
 def packing_order(row_tokens: NDArray[np.int32], row_bound: NDArray[np.int32], page_size: int) -> NDArray[np.intp]:
@@ -40,36 +43,50 @@ def pack(
     page_size: int,
     dtype: torch.dtype,
     halves: int = 1,
+    capacities: Iterable[int] = (),
 ) -> list[Batch]:
     """Rows that are in packing order, as one batch or as two of similar token counts; no row is cut.
 
     starts: int64 [R], each row's computed length; page_table: int64 [R, pages]. No value is read back from the device.
     """
-    cut = len(row_tokens)
-    if halves == 2:
-        ends = np.cumsum(row_tokens)
-        cut = int(np.abs(ends - row_tokens.sum() / 2).argmin()) + 1 if len(row_tokens) > 1 else len(row_tokens)
-    edges = [0, cut, len(row_tokens)][: halves + 1]
+    cut = _cut(row_tokens) if halves == 2 else len(row_tokens)
+    edges, room = [0, cut, len(row_tokens)][: halves + 1], tuple(map(int, capacities))
+    parts = [slice(*edge) for edge in itertools.pairwise(edges)]
     return [
-        _pack_half(
-            row_tokens[low:high], row_bound[low:high], starts[low:high], page_table[low:high], page_size, dtype, half
-        )
-        for half, (low, high) in enumerate(itertools.pairwise(edges))
+        Batch(*_pack_rows(row_tokens[at], row_bound[at], starts[at], page_table[at], page_size, dtype), half, room)
+        for half, at in enumerate(parts)
     ]
 
 
-def _pack_half(
+def half_tokens(row_tokens: NDArray[np.int32], halves: int) -> int:
+    """The tokens of the fuller half that `pack` makes of these rows. They need not be in packing order, which goes by
+    the rows' tokens before all else."""
+    total = int(row_tokens.sum())
+    if halves == 1:
+        return total
+    ordered = np.sort(row_tokens)
+    first = int(ordered[: _cut(ordered)].sum())
+    return max(first, total - first)
+
+
+def _cut(row_tokens: NDArray[np.int32]) -> int:
+    """How many rows the first half has: the cut is the nearest to the middle of the tokens."""
+    ends = np.cumsum(row_tokens)
+    return int(np.abs(ends - ends[-1] / 2).argmin()) + 1 if len(ends) > 1 else len(ends)
+
+
+def _pack_rows(
     row_tokens: NDArray[np.int32],
     row_bound: NDArray[np.int32],
     starts: torch.Tensor,
     page_table: torch.Tensor,
     page_size: int,
     dtype: torch.dtype,
-    half: int,
-) -> Batch:
+) -> tuple[torch.Tensor, torch.Tensor, AttentionPlan]:
+    """Positions, cache entries and how to attend."""
     if not len(row_tokens):
         nothing = starts.new_empty(0)
-        return Batch(nothing, nothing, AttentionPlan(()), half)
+        return nothing, nothing, AttentionPlan(())
     classes = _size_class(row_bound, page_size)
     changes = np.flatnonzero((np.diff(row_tokens) != 0) | (np.diff(classes) != 0)) + 1
     edges = [0, *changes.tolist(), len(row_tokens)]
@@ -82,7 +99,7 @@ def _pack_half(
         positions.append(at.flatten())
         entries.append((pages.gather(1, at // page_size) * page_size + at % page_size).flatten())
         first += (high - low) * queries
-    return Batch(_join(positions), _join(entries), AttentionPlan(tuple(groups)), half)
+    return _join(positions), _join(entries), AttentionPlan(tuple(groups))
 
 
 def _join(parts: list[torch.Tensor]) -> torch.Tensor:

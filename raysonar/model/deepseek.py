@@ -116,7 +116,7 @@ class DecoderLayer:
             x = x + self._attention(rms_norm(x, self._attention_norm, self._eps), batch, rotation, cache)
         normed = rms_norm(x, self._mlp_norm, self._eps)
         if isinstance(self._mlp, Moe):
-            return x + (yield from self._mlp(normed, batch.half))
+            return x + (yield from self._mlp(normed, batch))
         with track.span("dense network"):
             return x + self._mlp(normed, batch.half)
 

@@ -4,10 +4,11 @@ from collections.abc import Generator
 
 import torch
 
+from raysonar.model.batch import Batch
 from raysonar.model.mlp import Mlp
 from raysonar.model.spec import MoeSpec
 from raysonar.model.weights import WHOLE, Weights
-from raysonar.moe.all_to_all import Dispatch
+from raysonar.moe.all_to_all import dispatch
 from raysonar.moe.executor import Pass
 from raysonar.moe.experts import Experts
 from raysonar.moe.placement import Placement, initial_placement
@@ -94,9 +95,9 @@ class Moe:
         turn = torch.arange(len(experts), device=experts.device)[:, None] % counts[experts]
         return table[experts, turn]
 
-    def __call__(self, x: torch.Tensor, half: int) -> Pass:
+    def __call__(self, x: torch.Tensor, batch: Batch) -> Pass:
         """[tokens, hidden] -> [tokens, hidden]; yields while tokens travel."""
-        communicator = self._communicators[half]
+        communicator = self._communicators[batch.half]
         track = communicator.track
         part = x[communicator.place.share(len(x))]
         with track.span("router"):
@@ -105,23 +106,29 @@ class Moe:
             with track.span("experts"):
                 out = self._experts(part, experts, weights)
             return out if (shared := self._share(part, track)) is None else out + shared
-        out = yield from self._travel(part, self._slots(experts), weights, half)
+        out = yield from self._travel(part, self._slots(experts), weights, batch)
         return communicator.gather_over_row(out, len(x), dim=0)
 
     def _travel(
-        self, part: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, half: int
+        self, part: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, batch: Batch
     ) -> Generator[None, None, torch.Tensor]:
         """The experts of all ranks on this rank's tokens, and this rank's experts on all ranks' tokens."""
-        communicator = self._communicators[half]
+        communicator = self._communicators[batch.half]
         track = communicator.track
         with track.span("send to experts"):
-            total = len(self.placement.experts)
-            dispatch = Dispatch(communicator, hidden=part, experts=slots, weights=weights, total_experts=total)
+            sent = dispatch(
+                communicator,
+                hidden=part,
+                experts=slots,
+                weights=weights,
+                total_experts=len(self.placement.experts),
+                capacities=batch.capacities,
+            )
         shared = self._share(part, track)
         yield
-        routed = dispatch.wait()
+        routed = sent.wait()
         with track.span("experts"):
-            combine = dispatch.combine(self._experts(routed.hidden, routed.experts, routed.weights))
+            combine = sent.combine(self._experts(routed.hidden, routed.experts, routed.weights))
         yield
         out = combine.wait()
         return out if shared is None else out + shared

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from raysonar.config import EngineConfig
-from raysonar.moe.communicator import Communicator, Place
+from raysonar.moe.communicator import Communicator, Place, Wire
 from raysonar.observe.timeline import Span, now
 from raysonar.ranks.build import build_rank
 from raysonar.ranks.channel import RankInfo
@@ -92,8 +92,9 @@ class RankActor:
 
     def communicators(self) -> list[Communicator]:
         """One for each half of a step."""
-        timeout = self._config.parallel.collective_timeout_s
-        return [Communicator.of_default_group(self._place, timeout) for _ in range(2)]
+        parallel = self._config.parallel
+        wire = Wire(float8=parallel.dispatch_dtype == "float8", padded_bytes=parallel.padded_dispatch_bytes)
+        return [Communicator.of_default_group(self._place, parallel.collective_timeout_s, wire) for _ in range(2)]
 
     def clock(self) -> int:
         """Nanoseconds, of this host's clock."""

@@ -162,6 +162,17 @@ def allocate(config: EngineConfig, terms: Terms, model: LoadedModel, device: tor
 def check_split(folder: ModelFolder, parallel: ParallelConfig) -> None:
     """Raises ConfigurationError for a model that the group cannot share out."""
     spec, tensor = folder.spec, parallel.tensor
+    if parallel.dispatch_dtype != "auto":
+        if parallel.world == 1:
+            raise ConfigurationError(
+                f'parallel.dispatch_dtype: "{parallel.dispatch_dtype}" is for tokens that travel between ranks, and '
+                'there is one rank; use "auto", or parallel.tensor or parallel.data above 1'
+            )
+        if not (isinstance(spec, DeepseekSpec) and spec.moe):
+            raise ConfigurationError(
+                f'parallel.dispatch_dtype: "{parallel.dispatch_dtype}" is for tokens that travel to their experts, and '
+                f'{folder.path} has no experts; use "auto"'
+            )
     if parallel.rebalance_steps and (parallel.world == 1 or not (isinstance(spec, DeepseekSpec) and spec.moe)):
         raise ConfigurationError(
             "parallel.rebalance_steps: there are no experts to move; it needs a mixture-of-experts model on two or "

@@ -29,6 +29,8 @@ class Layout:
     logit_slots: NDArray[np.int32]
     rounds: int
     """The most drafts of any row on any rank."""
+    capacities: NDArray[np.int64]
+    """[passes, data-parallel rows], as in the plan."""
     halves: int
 
     @classmethod
@@ -51,6 +53,7 @@ class Layout:
             logit_rows=np.repeat(ends[sampling] - logits, logits) + offset,
             logit_slots=np.repeat(slots[sampling], logits),
             rounds=int(plan.draft_rounds[0]),
+            capacities=plan.capacities,
             halves=int(plan.halves[0]),
         )
 

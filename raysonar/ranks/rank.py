@@ -146,6 +146,7 @@ class Rank:
             page_size=self._cache.page_size,
             dtype=self._target.dtype,
             halves=layout.halves,
+            capacities=layout.capacities[0],
         )
         return slots, starts, batches
 
@@ -166,7 +167,11 @@ class Rank:
             bounds=layout.bounds[drafting],
         )
         drafts, scores = self._draft.propose(
-            rows, self._slots.tokens[:, : layout.longest], rounds=layout.rounds, halves=layout.halves
+            rows,
+            self._slots.tokens[:, : layout.longest],
+            rounds=layout.rounds,
+            halves=layout.halves,
+            capacities=layout.capacities,
         )
         if len(drafting) == len(layout.sampling):
             return drafts, scores

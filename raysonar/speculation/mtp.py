@@ -75,13 +75,14 @@ class MtpDraft:
         self._hidden = torch.zeros((slots, spec.hidden), dtype=target.dtype, device=device)
 
     def propose(
-        self, rows: DraftRows, tokens: torch.Tensor, *, rounds: int, halves: int
+        self, rows: DraftRows, tokens: torch.Tensor, *, rounds: int, halves: int, capacities: NDArray[np.int64]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Draft, and write the drafts into the token table behind the known tokens.
 
         tokens: the token table, [slots, length]; rounds: the most drafts of any row on any rank, K. Every rank runs the
-        module K - 1 times, with rows or without. Returns the drafts, int64 [D, K], -1 where a row wants fewer than K;
-        and the scores they were drawn from, fp32 [D, K, V], when a row is under the rejection rule, else None.
+        module K - 1 times, with rows or without; capacities: the plan's. Returns the drafts, int64 [D, K], -1 where a
+        row wants fewer than K; and the scores they were drawn from, fp32 [D, K, V], when a row is under the rejection
+        rule, else None.
         """
         drafts = rows.slots.new_full((len(rows.counts), rounds), -1)
         kept = None
@@ -95,7 +96,9 @@ class MtpDraft:
                 if len(more) < len(rows.counts):
                     rows, on_device = rows.take(more), torch.from_numpy(more).to(drafts.device)
                     hidden, active = hidden[on_device], active[on_device]
-                logits, hidden = self._extend(rows, drafts[active, step - 1], hidden, step - 1, halves)
+                logits, hidden = self._extend(
+                    rows, drafts[active, step - 1], hidden, step - 1, halves, capacities[step]
+                )
             sampling = self._sampling.rows(rows.host_slots)
             positions = rows.starts + (step + 1)
             scores = sampling.scores(logits, positions, tokens)
@@ -133,7 +136,13 @@ class MtpDraft:
         return self._module.norm(out) if self._recycle_post_norm else out
 
     def _extend(
-        self, rows: DraftRows, drafts: torch.Tensor, hidden: torch.Tensor, step: int, halves: int
+        self,
+        rows: DraftRows,
+        drafts: torch.Tensor,
+        hidden: torch.Tensor,
+        step: int,
+        halves: int,
+        capacities: NDArray[np.int64],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One more token a row: the module at position start + step, on the draft for start + step + 1."""
         batches = pack(
@@ -144,6 +153,7 @@ class MtpDraft:
             page_size=self._cache.page_size,
             dtype=self._hidden.dtype,
             halves=halves,
+            capacities=capacities,
         )
         out = self._run(drafts, hidden, batches)
         return self._module.logits(out), self._recycled(out)
