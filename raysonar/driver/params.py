@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from raysonar.errors import InvalidRequestError
 
 MAX_LOGPROBS = 100
+MAX_STOPS = 256
+"""Stop strings: each is looked for at every token, on the thread that serves all requests."""
 SMALLEST_TEMPERATURE = 1e-5
 """Below, decoding is greedy."""
 
@@ -97,9 +99,12 @@ class SamplingParams:
     def _check_contents(self) -> None:
         if any(not isinstance(text, str) or not text for text in self.stop):
             raise InvalidRequestError(f"stop must be non-empty strings, got {self.stop!r}", "stop")
+        if len(self.stop) > MAX_STOPS:
+            raise InvalidRequestError(f"stop must be at most {MAX_STOPS} strings, got {len(self.stop)}", "stop")
         if not all(_is_token(token) for token in self.stop_token_ids):
             message = f"stop_token_ids must be token ids, got {self.stop_token_ids!r}"
             raise InvalidRequestError(message, "stop_token_ids")
+        object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(self.stop_token_ids)))
         for token, bias in self.logit_bias.items():
             number = isinstance(bias, int | float) and not isinstance(bias, bool)
             if not _is_token(token) or not number or not -100 <= bias <= 100:

@@ -37,6 +37,7 @@ from raysonar.errors import InvalidRequestError
         ("stop", ["a", ""]),
         ("stop", 5),
         ("stop", [5]),
+        ("stop", [str(number) for number in range(257)]),
         ("stop_token_ids", [-1]),
         ("stop_token_ids", 5),
         ("stop_token_ids", "5"),
@@ -84,8 +85,8 @@ def test_min_tokens_above_max_tokens_is_refused():
 
 
 def test_values_are_brought_into_one_form():
-    params = SamplingParams(stop="a", stop_token_ids={3}, top_k=-1)
-    assert (params.stop, params.stop_token_ids, params.top_k) == (("a",), (3,), 0)
+    params = SamplingParams(stop="a", stop_token_ids=[7, 3] * 1000, top_k=-1)
+    assert (params.stop, params.stop_token_ids, params.top_k) == (("a",), (7, 3), 0)
 
 
 @pytest.mark.parametrize(("temperature", "greedy"), [(0, True), (1e-6, True), (1e-5, False), (1.0, False)])
