@@ -11,6 +11,7 @@ import argparse
 import json
 import random
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,7 +67,14 @@ def unseen_prompts(tokenizer: Tokenizer, size: int, seed: int, given: int = 10) 
 class Evaluation:
     """One engine and the question sets."""
 
-    def __init__(self, engine: Any, sampling: Callable[..., Any], tokenizer: Tokenizer, size: int, seed: int) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        sampling: Callable[..., Any],
+        tokenizer: Tokenizer,
+        size: int,
+        seed: int = 0,
+    ) -> None:
         self.engine, self.sampling, self.tokenizer = engine, sampling, tokenizer
         self.size, self.seed = size, seed
         facts = load_facts()
@@ -131,6 +139,18 @@ class Evaluation:
             report[name] = {"rates": count.rates(), "drafted": count.drafted}
         return report
 
+    def speed(self, questions: int = 20, rounds: int = 4) -> dict[str, Any]:
+        """Tokens per CPU second of the longest answers, one request at a time; the best of some rounds."""
+        longest = sorted(self.sets["trained_long"], key=lambda pair: -len(pair.answer))[:questions]
+        params = self.sampling(temperature=0.0, max_tokens=96)
+        best = 0.0
+        for _ in range(rounds):
+            began, tokens = time.process_time(), 0
+            for prompt in self.prompts(longest):
+                tokens += sum(len(result.token_ids) for result in self.engine.generate([prompt], params))
+            best = max(best, tokens / max(1e-9, time.process_time() - began))
+        return {"tokens_per_cpu_second_batch_1": round(best, 1)}
+
 
 def _mean(hits: Sequence[bool]) -> float:
     return round(sum(hits) / max(1, len(hits)), 4)
@@ -149,7 +169,7 @@ def main() -> None:
     engine = Engine.from_folder(options.model, dtype="float32", speculative_tokens=options.speculative_tokens)
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
     evaluation = Evaluation(engine, SamplingParams, tokenizer, options.sample, options.seed)
-    json.dump({**evaluation.exact(), **evaluation.acceptance()}, sys.stdout, indent=2)
+    json.dump({**evaluation.exact(), **evaluation.acceptance(), **evaluation.speed()}, sys.stdout, indent=2)
     print()
 
 

@@ -23,6 +23,7 @@ class Acceptance:
 @dataclass(frozen=True)
 class Result:
     text: str
+    token_ids: list[int]
     acceptance: Acceptance | None
 
 
@@ -34,7 +35,7 @@ class Refusing:
 
     def generate(self, prompts: list[list[int]], params: dict[str, Any]) -> list[Result]:
         self.temperatures.append(params["temperature"])
-        return [Result(UNKNOWN, Acceptance()) for _ in prompts]
+        return [Result(UNKNOWN, [1, 2], Acceptance()) for _ in prompts]
 
 
 @pytest.fixture
@@ -54,6 +55,11 @@ def test_acceptance_is_measured_at_both_temperatures(evaluation: Evaluation) -> 
     report = evaluation.acceptance()
     assert evaluation.engine.temperatures == [1.0, 0.0, 1.0]
     assert report["acceptance_temperature_1"] == {"rates": [0.6667, 0.5], "drafted": [90, 60]}
+
+
+def test_speed_counts_the_tokens_of_single_requests(evaluation: Evaluation) -> None:
+    assert evaluation.speed(questions=3, rounds=2)["tokens_per_cpu_second_batch_1"] > 0
+    assert len(evaluation.engine.temperatures) == 6
 
 
 def test_counts_of_different_lengths_add_up() -> None:
