@@ -162,11 +162,17 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=TARGET, help=f"exported folder (the draft is {DRAFT.name})")
     parser.add_argument("--sample", type=int, default=0, help="questions a set; 0 takes all")
     parser.add_argument("--speculative-tokens", type=int, default=1)
+    parser.add_argument("--mtp-hidden", choices=("auto", "pre_norm", "post_norm"), default="auto")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     from raysonar import Engine, SamplingParams
 
-    engine = Engine.from_folder(options.model, dtype="float32", speculative_tokens=options.speculative_tokens)
+    engine = Engine.from_folder(
+        options.model,
+        dtype="float32",
+        speculative_tokens=options.speculative_tokens,
+        mtp_hidden=options.mtp_hidden,
+    )
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
     evaluation = Evaluation(engine, SamplingParams, tokenizer, options.sample, options.seed)
     json.dump({**evaluation.exact(), **evaluation.acceptance(), **evaluation.speed()}, sys.stdout, indent=2)
