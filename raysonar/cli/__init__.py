@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -265,6 +266,7 @@ def _generate(options: argparse.Namespace) -> None:
     from raysonar.config import parse_service_config
     from raysonar.driver.engine import Engine
     from raysonar.driver.params import SamplingParams
+    from raysonar.ranks.start import start_ranks
 
     values = _given(
         options,
@@ -277,7 +279,8 @@ def _generate(options: argparse.Namespace) -> None:
         return _dry_run(config, options)
     _refuse_without_dry_run(options, "device_memory")
     prompts = options.prompt or _read_prompts(options.input)
-    with Engine(config) as engine, engine.trace(options.output) if options.output else nullcontext():
+    start = partial(start_ranks, progress=sys.stderr is not None and sys.stderr.isatty())
+    with Engine(config, start=start) as engine, engine.trace(options.output) if options.output else nullcontext():
         inputs, each = _inputs(engine, prompts, params, options.chat)
         figures = Figures()
         write = write_json if options.json else write_text
