@@ -159,7 +159,10 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="draft tokens a step, 0 to 4 (default: 1 with an MTP module, else 0)",
     )
-    group.add_argument("--dtype", help="auto, float32, bfloat16 or float16 (default: auto, the checkpoint's)")
+    group.add_argument(
+        "--dtype",
+        help="auto, float32, bfloat16 or float16 (default: auto, as stored; a small one on a CPU as float32)",
+    )
     group.add_argument("--device", help="auto, cpu or cuda (default: auto)")
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice; 1 in serve)")
     group.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer (default: all)")
@@ -285,6 +288,8 @@ def _generate(options: argparse.Namespace) -> None:
         figures = Figures()
         write = write_json if options.json else write_text
         write(prompts, in_order(figures.of(engine.generate_stream(inputs, each))))
+    if options.output:
+        print(f"[trace in {options.output}: open it at ui.perfetto.dev or chrome://tracing]", file=sys.stderr)
     if options.json:
         print(json.dumps({"summary": figures.json()}))
     else:

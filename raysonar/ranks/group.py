@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import ray
+import torch
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -25,6 +26,8 @@ from raysonar.ranks.channel import RankInfo
 from raysonar.ranks.frames import Kind, receive_frame, send_frame
 from raysonar.ranks.timelines import collect_timelines
 
+_CROWDED = 4
+"""Ranks' threads that share a CPU at the most, where raysonar starts Ray by itself: enough to try layouts out."""
 _FRAME_TIMEOUT_S = 30.0
 """How long the rest of a frame may take once it has begun, and how long a rank may refuse to take a plan."""
 
@@ -55,7 +58,7 @@ class _Group:
         self._placement: PlacementGroup | None = None
         self._owns_ray = not ray.is_initialized()
         if self._owns_ray:
-            _start_ray(self._world * (config.threads or 1))
+            _start_ray(config)
         self._config = config.model_copy(update={"device": _device(config)})
 
     @property
@@ -162,7 +165,7 @@ class GroupChannel:
             try:
                 send_frame(connection, Kind.STEP, plans[rank // tensor])
             except OSError as error:
-                raise EngineFailedError(f"rank {rank} takes no plan: {self._last_words(rank) or error}") from None
+                raise EngineFailedError(self._last_words(rank) or f"rank {rank} is gone: {error}") from None
 
     def receive(self, timeout: float) -> list[bytes]:
         """The oldest outstanding step's packed StepResults."""
@@ -213,14 +216,29 @@ def _device(config: EngineConfig) -> str:
     return "cuda" if gpus >= config.parallel.world else "cpu"
 
 
-def _start_ray(cpus: int) -> None:
+def local_cpus(config: EngineConfig) -> int:
+    """CPUs that a Ray of our own on this machine says it has: what it has, or what the ranks ask for if that is more.
+
+    Raises ConfigurationError when the ranks would only stand in each other's way.
+    """
+    have = len(os.sched_getaffinity(0))
+    wanted = config.parallel.world * (config.threads or 1)
+    if config.device in ("auto", "cpu") and wanted > _CROWDED * have and not torch.cuda.is_available():
+        raise ConfigurationError(
+            f"parallel: {config.parallel.world} ranks of {config.threads or 1} threads want {wanted} CPUs; this "
+            f"machine has {have}, and at most {_CROWDED * have} are tried on it"
+        )
+    return max(have, wanted)
+
+
+def _start_ray(config: EngineConfig) -> None:
     """A Ray of our own on this machine, or the cluster that Ray's own environment names (as in a submitted job)."""
     if "RAY_ADDRESS" in os.environ:
         ray.init()
     else:
         ray.init(
             address="local",
-            num_cpus=max(cpus, os.cpu_count() or 1),
+            num_cpus=local_cpus(config),
             include_dashboard=False,
             logging_level=logging.ERROR,
             log_to_driver=False,

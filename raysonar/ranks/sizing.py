@@ -113,7 +113,7 @@ class GroupSize:
                 "ranks, or ranks with more memory"
             )
         raise ConfigurationError(
-            f"{self.model} does not fit: each of {self.tensor * self.data} ranks would hold {_readable(rank.bytes)} "
+            f"{self.model} does not fit: a rank of {self.tensor * self.data} would hold {_readable(rank.bytes)} "
             f"({_readable(rank.weight_bytes)} weights, {_readable(rank.cache_bytes)} KV cache, "
             f"{_readable(rank.table_bytes)} tables), and may fill {_readable(self.usable)}, {USABLE:.0%} of the "
             f"{_readable(self.memory)} it has; {advice}"

@@ -18,6 +18,7 @@ from ray.serve.schema import ApplicationStatus, LoggingConfig
 from raysonar import demo
 from raysonar.config import ServiceConfig
 from raysonar.errors import ConfigurationError, RaysonarError
+from raysonar.ranks.group import local_cpus
 from raysonar.serving.app import START_ATTEMPTS, application, model_name
 
 APPLICATION = "raysonar"
@@ -59,7 +60,7 @@ def run_service(config: ServiceConfig, where: Listening) -> None:
             _announce(config, where, logs)
             signal.pause()
         except KeyboardInterrupt:
-            print("Stopping: running requests may end; once more to cut them off.", file=sys.stderr, flush=True)
+            print("Stopping once running requests have ended; Ctrl-C again cuts them off.", file=sys.stderr, flush=True)
         finally:
             _stop(where)
     except KeyboardInterrupt:
@@ -80,13 +81,18 @@ def _check_local(config: ServiceConfig, where: Listening) -> None:
     """Faults that are seen at once, before Ray takes its seconds to start."""
     if not (config.engine.model / "config.json").is_file():
         raise ConfigurationError(f"{config.engine.model} is not a model folder: it has no config.json")
+    if not any(config.engine.model.glob("*.safetensors")):
+        raise ConfigurationError(f"{config.engine.model} has no weights: there is no safetensors file in it")
+    local_cpus(config.engine)
     family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((where.host, where.port))
         except OSError as error:
-            raise ConfigurationError(f"cannot listen on {where.host}:{where.port}: {error.strerror}") from error
+            raise ConfigurationError(
+                f"cannot listen on {where.host}:{where.port}: {error.strerror}; --port takes another port"
+            ) from error
 
 
 def _connect(config: ServiceConfig, where: Listening) -> Path | None:
@@ -98,7 +104,7 @@ def _connect(config: ServiceConfig, where: Listening) -> Path | None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # Ray's own switch: nothing calls home
     context: Any = ray.init(
         address="local",
-        num_cpus=max(len(os.sched_getaffinity(0)), (config.engine.threads or 1) * config.engine.parallel.world),
+        num_cpus=local_cpus(config.engine),
         object_store_memory=_OBJECT_STORE_BYTES,
         include_dashboard=False,
         logging_level=logging.ERROR,

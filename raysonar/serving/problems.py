@@ -81,7 +81,7 @@ def problem_of(error: BaseException) -> Problem:
         return unavailable("Too many requests are waiting", "overloaded").problem
     lost = isinstance(error, RayError | RayServeException) and not isinstance(error, RayTaskError)
     if lost or isinstance(error, EngineFailedError | TimeoutError):
-        return unavailable("The engine is not available", "engine_unavailable").problem
+        return unavailable("The engine is starting, or starting again", "engine_unavailable").problem
     return Problem(500, f"The server failed: {type(error).__name__}", "server_error", code="internal_error")
 
 

@@ -49,7 +49,7 @@ def test_what_does_not_fit_is_shown_refused_and_status_2(capsys: pytest.CaptureF
     assert status == 2
     sizes = json.loads(out)
     assert (sizes["fits"], sizes["memory"]) == (False, 80 * 10**9)
-    assert err.startswith(f"raysonar: {V3} does not fit: each of 16 ranks would hold 95.3 GB")
+    assert err.startswith(f"raysonar: {V3} does not fit: a rank of 16 would hold 95.3 GB")
 
 
 @pytest.mark.parametrize("command", [["serve", "--json"], ["generate", "--json"]])

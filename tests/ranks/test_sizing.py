@@ -199,7 +199,7 @@ def test_what_cannot_fit_is_refused_by_name_and_numbers() -> None:
     fits = size_group(config_of(V3, tensor=8, data=2), memory=141 * GB)
     fits.check()
     with pytest.raises(
-        ConfigurationError, match=r"deepseek-v3 does not fit: each of 16 ranks .*\(94\.1 GB weights.*72\.0 GB.*80\.0 GB"
+        ConfigurationError, match=r"deepseek-v3 does not fit: a rank of 16 .*\(94\.1 GB weights.*72\.0 GB.*80\.0 GB"
     ) as refused:
         size_group(config_of(V3, tensor=8, data=2), memory=80 * GB).check()
     assert "most of the weights are routed experts, 81.7 GB" in str(refused.value)
