@@ -35,6 +35,7 @@ from raysonar.driver.outputs import Delta, GenerationResult
 from raysonar.driver.params import SamplingParams
 from raysonar.driver.request import Limits, Request, Sink, make_request
 from raysonar.driver.scheduler import Scheduler
+from raysonar.driver.worker import Worker
 from raysonar.errors import ConfigurationError, InvalidRequestError, RaysonarError
 from raysonar.model.folder import open_folder
 from raysonar.model.tokenizer import Tokenizer
@@ -73,7 +74,12 @@ class Engine:
         """
         self.config = config
         self.tokenizer = Tokenizer.from_folder(open_folder(config.model)) if tokenizer is None else tokenizer
-        channel, self.info = start(config)
+        worker = Worker("raysonar-engine")
+        try:
+            channel, self.info = worker.submit(lambda: start(config)).result()
+        except BaseException:
+            worker.stop()
+            raise
         eos = frozenset(self.info.eos_token_ids) | frozenset(self.tokenizer.eos_token_ids)
         self._limits = Limits(
             vocab=self.info.vocab,
@@ -95,6 +101,7 @@ class Engine:
             for _ in range(config.parallel.data)
         ]
         self._loop = EngineLoop(
+            worker=worker,
             channel=channel,
             scheduler=DataParallel(
                 rows,

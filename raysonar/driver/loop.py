@@ -5,6 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent import futures
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,6 +16,7 @@ from raysonar.driver.emission import Emitter, ResultLogprobs
 from raysonar.driver.outputs import Delta
 from raysonar.driver.request import Answer, Request
 from raysonar.driver.scheduler import Advance, Step
+from raysonar.driver.worker import Worker
 from raysonar.errors import EngineFailedError, InvalidRequestError, QueueFullError
 from raysonar.observe.chrome import RankTimeline
 from raysonar.observe.counters import EngineStats
@@ -48,6 +50,7 @@ class EngineLoop:
     def __init__(
         self,
         *,
+        worker: Worker,
         channel: StepChannel,
         scheduler: DataParallel,
         decoder: Decoder | None,
@@ -82,8 +85,8 @@ class EngineLoop:
         self.steps = StepLog()
         self._trace = threading.Lock()
         """Held while a trace is being made."""
-        self._thread = threading.Thread(target=self._run, name="raysonar-engine", daemon=True)
-        self._thread.start()
+        self._worker = worker
+        self._end_of_run = worker.submit(self._run)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests, all or none. Raises EngineFailedError, QueueFullError, InvalidRequestError (a known id)."""
@@ -186,7 +189,7 @@ class EngineLoop:
         """Raises EngineFailedError, caused by the root cause, when the loop has ended."""
         if self._failure is not None:
             raise _failed(self._failure) from self._failure
-        if self._closing or not self._thread.is_alive():
+        if self._closing or self._end_of_run.done():
             raise EngineFailedError("the engine is closed")
 
     def check_health(self, deadline: float) -> None:
@@ -201,8 +204,8 @@ class EngineLoop:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join(timeout=60.0)
-        if self._thread.is_alive():
+        self._worker.stop()
+        if not futures.wait([self._end_of_run], timeout=60.0).done:
             raise EngineFailedError("the engine loop did not end within 60 s")
         self._channel.close()
 
