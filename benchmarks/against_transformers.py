@@ -11,11 +11,14 @@ over the tokens after the first. Figures are medians over rounds, ratios medians
 
 import argparse
 import itertools
+import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,20 +102,43 @@ def engine_side(engine: Engine) -> Generate:
     return generate
 
 
-def compare(
-    sides: dict[str, Generate], prompts: Prompts, new_tokens: int, rounds: int, clock: Clock
-) -> dict[str, list[Timing]]:
-    """Every side's timings, in turn, after a warm-up."""
+def timing(generate: Generate, prompts: Prompts, new_tokens: int, clock: Clock) -> Timing:
+    """Prefill alone, then a whole generation."""
+    prefill = seconds(lambda: generate(prompts, 1), clock)
+    tokens: list[list[int]] = []
+    whole = seconds(lambda: tokens.extend(generate(prompts, new_tokens)), clock)
+    return Timing(prefill, whole, tokens)
 
-    def timing(generate: Generate) -> Timing:
-        prefill = seconds(lambda: generate(prompts, 1), clock)
-        tokens: list[list[int]] = []
-        whole = seconds(lambda: tokens.extend(generate(prompts, new_tokens)), clock)
-        return Timing(prefill, whole, tokens)
 
-    for generate in sides.values():
-        generate(prompts, 4)
-    return in_turn({name: lambda generate=generate: timing(generate) for name, generate in sides.items()}, rounds)
+class OtherProcess:
+    """Transformers in a process of its own: two OpenMP pools in one process would slow both sides down."""
+
+    def __init__(self, folder: Path, dtype: str, threads: int) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._pool = ProcessPoolExecutor(1, spawn, initializer=_load, initargs=(folder, dtype, threads))
+
+    def tune(self, prompts: Prompts, new_tokens: int, clock: str) -> tuple[str, str]:
+        """Keeps the fastest settings, and gives them."""
+        return self._pool.submit(_tune, prompts, new_tokens, clock).result()
+
+    def timing(self, prompts: Prompts, new_tokens: int, clock: str) -> Timing:
+        """As `timing`, measured there."""
+        return self._pool.submit(_timing, prompts, new_tokens, clock).result()
+
+
+def _load(folder: Path, dtype: str, threads: int) -> None:
+    global _theirs
+    torch.set_num_threads(threads)
+    _theirs = Transformers(folder, dtype)
+
+
+def _tune(prompts: Prompts, new_tokens: int, clock: str) -> tuple[str, str]:
+    _theirs.tune(prompts, new_tokens, CLOCKS[clock])
+    return _theirs.settings
+
+
+def _timing(prompts: Prompts, new_tokens: int, clock: str) -> Timing:
+    return timing(_theirs.generate, prompts, new_tokens, CLOCKS[clock])
 
 
 def agreement(timings: dict[str, list[Timing]]) -> float:
@@ -153,11 +179,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: for one thread on a busy machine")
     options = parser.parse_args()
-    clock = CLOCKS[options.clock]
     if not options.folder.exists():
         write_checkpoint(options.folder)
-    torch.set_num_threads(options.threads)
-    theirs = Transformers(options.folder, options.dtype)
+    theirs = OtherProcess(options.folder, options.dtype, options.threads)
     engine = Engine.from_folder(
         options.folder,
         dtype=options.dtype,
@@ -171,10 +195,14 @@ def main() -> int:
     for batch in options.batches:
         generator = torch.Generator().manual_seed(batch)
         prompts = torch.randint(2, 8192, (batch, options.prompt_tokens), generator=generator).tolist()
-        theirs.tune(prompts, max(options.new_tokens // 4, 2), clock)
-        sides = {"raysonar": engine_side(engine), "transformers": theirs.generate}
-        timings = compare(sides, prompts, options.new_tokens, options.rounds, clock)
-        rows.append(report(batch, prompts, timings, theirs.settings))
+        settings = theirs.tune(prompts, max(options.new_tokens // 4, 2), options.clock)
+        ours, clock = engine_side(engine), CLOCKS[options.clock]
+        ours(prompts, 4)
+        sides = {
+            "raysonar": partial(timing, ours, prompts, options.new_tokens, clock),
+            "transformers": partial(theirs.timing, prompts, options.new_tokens, options.clock),
+        }
+        rows.append(report(batch, prompts, in_turn(sides, options.rounds), settings))
     table(rows)
     return int(options.dtype == "float32" and any(row["same tokens"] < 1 for row in rows))
 
