@@ -117,6 +117,10 @@ class OtherProcess:
         spawn = multiprocessing.get_context("spawn")
         self._pool = ProcessPoolExecutor(1, spawn, initializer=_load, initargs=(folder, dtype, threads))
 
+    def close(self) -> None:
+        """End the process."""
+        self._pool.shutdown()
+
     def tune(self, prompts: Prompts, new_tokens: int, clock: str) -> tuple[str, str]:
         """Keeps the fastest settings, and gives them."""
         return self._pool.submit(_tune, prompts, new_tokens, clock).result()
@@ -203,6 +207,8 @@ def main() -> int:
             "transformers": partial(theirs.timing, prompts, options.new_tokens, options.clock),
         }
         rows.append(report(batch, prompts, in_turn(sides, options.rounds), settings))
+    theirs.close()
+    engine.close()
     table(rows)
     return int(options.dtype == "float32" and any(row["same tokens"] < 1 for row in rows))
 
