@@ -78,7 +78,7 @@ class Engine:
         try:
             channel, self.info = worker.submit(lambda: start(config)).result()
         except BaseException:
-            worker.stop()
+            worker.stop(timeout=1.0)
             raise
         eos = frozenset(self.info.eos_token_ids) | frozenset(self.tokenizer.eos_token_ids)
         self._limits = Limits(

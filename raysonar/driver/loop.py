@@ -5,7 +5,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent import futures
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -204,8 +203,7 @@ class EngineLoop:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._worker.stop()
-        if not futures.wait([self._end_of_run], timeout=60.0).done:
+        if not self._worker.stop(timeout=60.0):
             raise EngineFailedError("the engine loop did not end within 60 s")
         self._channel.close()
 

@@ -19,7 +19,8 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        threading.Thread(target=self._work, name=name, daemon=True).start()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
 
     def submit(self, task: Callable[[], Result]) -> "Future[Result]":
         """Queue a task; its result or error is in the future."""
@@ -34,9 +35,16 @@ class Worker:
         self._tasks.put(run)
         return future
 
-    def stop(self) -> None:
-        """End the thread when the tasks before are done. May be called again."""
+    def stop(self, timeout: float) -> bool:
+        """End the thread after the tasks before; whether it has ended in `timeout` seconds. May be called again.
+
+        From the thread itself (the garbage collector's choice) there is nothing to wait for: it ends after this task.
+        """
         self._tasks.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+            return not self._thread.is_alive()
+        return True
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:

@@ -449,6 +449,34 @@ def test_closing_ends_open_requests_and_may_be_repeated(start_engine):
             call()
 
 
+def test_the_model_is_loaded_on_the_thread_that_runs_it(start_engine, tokenizer):
+    """A second OpenMP pool in the process would slow every step down."""
+    threads = set()
+    with start_engine(before=lambda plan: threads.add(threading.get_ident())) as first:
+        channel, info, config = start_engine.channel, first.info, first.config
+
+        def start(_):
+            threads.add(threading.get_ident())
+            return channel, info
+
+        with Engine(config, start=start, tokenizer=tokenizer) as engine:
+            engine.generate([[5, 6]], params(max_tokens=4))
+    assert len(threads) == 1
+    assert threads != {threading.get_ident()}
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_thread_too(start_engine, tokenizer):
+    with start_engine() as first:
+        config = first.config
+
+    def start(_):
+        raise ConfigurationError("no such model")
+
+    with pytest.raises(ConfigurationError, match="no such model"):
+        Engine(config, start=start, tokenizer=tokenizer)
+    assert not any(thread.name == "raysonar-engine" for thread in threading.enumerate())
+
+
 def test_an_engine_that_nobody_holds_ends_its_thread(start_engine, tokenizer):
     with start_engine() as engine:
         assert any(thread.name == "raysonar-engine" for thread in threading.enumerate())
