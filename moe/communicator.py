@@ -38,9 +38,9 @@ class Place:
         """Which data-parallel row."""
         return self.rank // self.tensor
 
-    def share(self, total: int, *, of: int | None = None) -> slice:
+    def share(self, total: int) -> slice:
         """This rank's part of `total` things split over the ranks of its row, the first ranks' parts the larger."""
-        return share(total, self.tensor, self.tensor_rank if of is None else of)
+        return share(total, self.tensor, self.tensor_rank)
 
 
 def share(total: int, parts: int, index: int) -> slice:
@@ -176,5 +176,6 @@ class Communicator:
         return Transfer(name, self.track, dist.batch_isend_irecv(operations) if operations else ())
 
 
-ALONE = (Communicator.alone(), Communicator.alone())
-"""For both halves of a step, in a group of one rank."""
+def communicators_of_one_rank() -> list[Communicator]:
+    """For both halves of a step, in a group of one rank; with tracks of their own, so engines share nothing."""
+    return [Communicator.alone() for _ in range(2)]

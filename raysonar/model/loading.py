@@ -15,7 +15,7 @@ from raysonar.model.mtp import MtpModule
 from raysonar.model.spec import DeepseekSpec, ModelSpec
 from raysonar.model.transformer import Transformer
 from raysonar.model.weights import Weights
-from raysonar.moe.communicator import ALONE, Communicator
+from raysonar.moe.communicator import Communicator, communicators_of_one_rank
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def load_model(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    communicators: Sequence[Communicator] = ALONE,
+    communicators: Sequence[Communicator] | None = None,
     mtp: bool = False,
     max_positions: int | None = None,
     redundant_experts: int | None = None,
@@ -52,8 +52,8 @@ def load_model(
 ) -> LoadedModel:
     """Read a model's weights, shard by shard; of what is split over the ranks, this rank's part.
 
-    communicators: the rank's, one for each half of a step. redundant_experts: a layer's expert slots beyond one an
-    expert, when experts can move between ranks; None when they cannot.
+    communicators: the rank's, one for each half of a step; None for a rank alone. redundant_experts: a layer's expert
+    slots beyond one an expert, when experts can move between ranks; None when they cannot.
     max_positions: the positions to prepare rotary embeddings for; None takes the model's own. Raises ConfigurationError
     when `mtp` is asked of a model that has no MTP module, ModelFolderError when the weights do not fit the config.
     """
@@ -61,7 +61,11 @@ def load_model(
     positions = max_positions or folder.spec.max_positions
     with torch.inference_mode(), CheckpointReader(folder, dtype=dtype, progress=progress) as reader:
         weights = Weights(
-            reader, dtype=dtype, device=device, communicators=communicators, redundant_experts=redundant_experts
+            reader,
+            dtype=dtype,
+            device=device,
+            communicators=communicators or communicators_of_one_rank(),
+            redundant_experts=redundant_experts,
         )
         model = build_model(folder.spec, weights, mtp=mtp, max_positions=positions)
         reader.finish()

@@ -4,7 +4,7 @@ import torch
 
 from raysonar.config import EngineConfig
 from raysonar.model.folder import open_folder
-from raysonar.moe.communicator import Communicator
+from raysonar.moe.communicator import communicators_of_one_rank
 from raysonar.ranks.build import build_rank, check_split
 from raysonar.ranks.channel import RankInfo, StepChannel
 from raysonar.ranks.inprocess import InProcessChannel
@@ -19,5 +19,5 @@ def start_ranks(config: EngineConfig, *, progress: bool = False) -> tuple[StepCh
         return start_group(config)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    rank, info = build_rank(config, [Communicator.alone() for _ in range(2)], progress=progress)
+    rank, info = build_rank(config, communicators_of_one_rank(), progress=progress)
     return InProcessChannel(rank), info

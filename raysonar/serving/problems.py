@@ -39,11 +39,6 @@ class ProblemError(Exception):
         self.problem = problem
 
 
-def invalid(message: str, param: str | None = None, code: str | None = None) -> ProblemError:
-    """400: the request itself is at fault."""
-    return ProblemError(Problem(400, message, param=param, code=code))
-
-
 def unavailable(message: str, code: str) -> ProblemError:
     """503: the same request may succeed later."""
     return ProblemError(Problem(503, message, "server_error", code=code))
