@@ -1,0 +1,137 @@
+"""Options that several commands take, and what they mean to the configuration."""
+
+import argparse
+import json
+import re
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from raysonar.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from raysonar.config import EngineConfig
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+"""Where a command adds its parser."""
+CONTINUATION = 256
+"""Tokens that a raw prompt is continued by unless told otherwise: it may have no end of its own."""
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """The group "sampling"."""
+    group = parser.add_argument_group("sampling")
+    group.add_argument(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help=f"of an answer (default: until it ends in a chat, else {CONTINUATION}; at most the model's length)",
+    )
+    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="(default: 0, the likeliest token)")
+    group.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text")
+    group.add_argument("--top-p", type=float, metavar="P")
+    group.add_argument("--top-k", type=int, metavar="K")
+    group.add_argument("--min-p", type=float, metavar="P")
+    group.add_argument("--presence-penalty", type=float, metavar="X")
+    group.add_argument("--frequency-penalty", type=float, metavar="X")
+    group.add_argument("--repetition-penalty", type=float, metavar="X")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="ends the answer; may be given several times")
+    group.add_argument("--ignore-eos", action="store_true", default=None, help="do not stop at end-of-sequence")
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """The group "engine"."""
+    group = parser.add_argument_group("engine")
+    group.add_argument(
+        "--speculative-tokens",
+        type=int,
+        metavar="K",
+        help="draft tokens a step, 0 to 4 (default: 1 with an MTP module, else 0)",
+    )
+    group.add_argument(
+        "--dtype",
+        help="auto, float32, bfloat16 or float16 (default: auto, as stored; a small one on a CPU as float32)",
+    )
+    group.add_argument("--device", help="auto, cpu or cuda (default: auto)")
+    group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice; 1 in serve)")
+    group.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer (default: all)")
+    group.add_argument("--max-running", type=int, metavar="N", help="requests that run at once (default: 64)")
+    group.add_argument("--token-budget", type=int, metavar="N", help="tokens a step at the most (default: 1024)")
+    group.add_argument("--tensor-parallel", type=int, metavar="T", help="ranks that share attention (default: 1)")
+    group.add_argument("--data-parallel", type=int, metavar="P", help="rows of ranks, T x P in all (default: 1)")
+    group.add_argument(
+        "--micro-batching", choices=("never", "always"), help="run steps as two overlapping halves (default: never)"
+    )
+
+
+def add_dry_run(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """The group "dry run", which is returned."""
+    group = parser.add_argument_group("dry run")
+    group.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print what each rank would hold, and end; status 2 if it does not fit. A folder without weights will do",
+    )
+    group.add_argument(
+        "--device-memory",
+        type=_bytes,
+        metavar="BYTES",
+        help="of each rank, as 80GB or 80GiB (default: the CUDA device's; on a CPU, this machine's over the ranks)",
+    )
+    return group
+
+
+def _bytes(text: str) -> int:
+    """A count of bytes, with or without a decimal or binary unit."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 80GB, 80GiB or a count of bytes")
+    unit = found[2] or ""
+    return int(float(found[1]) * (1024 if unit.endswith("i") else 1000) ** " KMGT".index(unit[:1] or " "))
+
+
+def port(text: str) -> int:
+    """A TCP port."""
+    port = int(text)
+    if not 1 <= port <= 65535:
+        raise argparse.ArgumentTypeError(f"a port is a number from 1 to 65535, not {port}")
+    return port
+
+
+def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Those options that were given."""
+    return {name: value for name in names if (value := getattr(options, name)) is not None}
+
+
+def engine_values(options: argparse.Namespace) -> dict[str, Any]:
+    """EngineConfig's fields."""
+    drafts = options.speculative_tokens
+    return {
+        **given(options, "model", "dtype", "device", "threads", "max_model_len"),
+        "speculation": {} if drafts is None else {"tokens": drafts},
+        "scheduling": given(options, "max_running", "token_budget"),
+        "parallel": {
+            field: value
+            for field, value in (
+                ("tensor", options.tensor_parallel),
+                ("data", options.data_parallel),
+                ("micro_batching", options.micro_batching),
+            )
+            if value is not None
+        },
+    }
+
+
+def dry_run(config: "EngineConfig", options: argparse.Namespace) -> None:
+    """Print what each rank would hold. Raises ConfigurationError when it does not fit."""
+    from raysonar.ranks.sizing import size_group
+
+    size = size_group(config, memory=options.device_memory)
+    print(json.dumps(size.json()) if options.json else size.text(), flush=True)
+    size.check()
+
+
+def refuse_without_dry_run(options: argparse.Namespace, *names: str) -> None:
+    """Raises ConfigurationError for an option that was given and needs --dry-run."""
+    for name in names:
+        if getattr(options, name):
+            advice = "; `serve run FILE` serves a file" if name == "config" else ""
+            raise ConfigurationError(f"--{name.replace('_', '-')} is for a --dry-run{advice}")
