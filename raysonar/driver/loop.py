@@ -17,6 +17,7 @@ from raysonar.driver.request import Answer, Request
 from raysonar.driver.scheduler import Advance, Step
 from raysonar.driver.worker import Worker
 from raysonar.errors import EngineFailedError, InvalidRequestError, QueueFullError
+from raysonar.observe.answers import AnswerTotals, Moments
 from raysonar.observe.chrome import RankTimeline
 from raysonar.observe.counters import EngineStats
 from raysonar.observe.steps import StepLog, StepRecord
@@ -81,6 +82,7 @@ class EngineLoop:
         """The steps whose results are not in yet."""
         self._traced_in_flight = 0
         """How many of them are traced."""
+        self._answers = AnswerTotals()
         self.steps = StepLog()
         self._trace = threading.Lock()
         """Held while a trace is being made."""
@@ -104,6 +106,7 @@ class EngineLoop:
                 self._scheduler.add(request.answers[0])
                 self._held_back += len(request.answers) - 1
                 for answer in request.answers:
+                    answer.moments = Moments()
                     self._emitters[answer] = Emitter(answer, self._decoder, self._eos_token_ids)
                 self._scheduler.counters.requests += 1
                 self._scheduler.counters.prompt_tokens += len(request.prompt_token_ids)
@@ -154,6 +157,7 @@ class EngineLoop:
                 prefix_hit_tokens=counters.prefix_hit_tokens,
                 drafted=tuple(counters.drafted.tolist()),
                 accepted=tuple(counters.accepted.tolist()),
+                answers=self._answers.copy(),
             )
 
     def start_trace(self) -> None:
@@ -294,6 +298,7 @@ class EngineLoop:
             chosen = logprobs.of_tokens(advance.row, advance.tokens, params.logprobs)
         delta = self._emitters[answer].advance(advance.tokens, chosen)
         self._scheduler.counters.generated_tokens += len(delta.token_ids)
+        self._answers.gave_out(answer.moments, len(delta.token_ids))
         if not request.started:
             delta = self._start(request, delta)
         if delta.finish_reason is not None:
@@ -316,11 +321,13 @@ class EngineLoop:
 
     def _finish(self, answer: Answer, delta: Delta) -> Delta:
         """The answer's last delta; its slot and pages are free."""
+        assert delta.finish_reason is not None
+        self._answers.finish(answer.moments, delta.finish_reason, len(answer.request.prompt_token_ids))
         self._scheduler.finish(answer)
         del self._emitters[answer]
         if answer.request.finished:
             del self._requests[answer.request.id]
-        return replace(delta, acceptance=answer.acceptance)
+        return replace(delta, acceptance=answer.acceptance, moments=answer.moments)
 
     def _cut_off(self, request: Request) -> None:
         for answer in request.answers:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from raysonar.observe.answers import Moments
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -104,4 +106,5 @@ class Delta:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     cached_tokens: int = 0
     acceptance: Acceptance | None = None
-    """On a completion's last delta."""
+    """On a completion's last delta, as is the next one."""
+    moments: Moments | None = None

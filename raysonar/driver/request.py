@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from raysonar.driver.outputs import Acceptance, Delta, TokenLogprob
 from raysonar.driver.params import SamplingParams
 from raysonar.errors import InvalidRequestError, RaysonarError
+from raysonar.observe.answers import Moments
 from raysonar.step import SAMPLING, Ints, Rule
 
 Sink = Callable[[Delta | RaysonarError], None]
@@ -67,6 +68,7 @@ class Answer:
     acceptance: Acceptance = Acceptance()
     """Up to the last time it left its slot."""
     finished: bool = False
+    moments: Moments = field(default_factory=Moments)
 
     @property
     def awaits_prompt_logprobs(self) -> bool:

@@ -220,6 +220,7 @@ class Scheduler:
             if not answer.admissions:
                 answer.cached_tokens = min(cached, len(answer.request.prompt_token_ids))
             answer.admissions += 1
+            answer.moments.admit()
             self.counters.prefix_hit_tokens += cached
             self.counters.prefix_lookup_tokens += len(answer.tokens)
 

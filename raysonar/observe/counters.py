@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from raysonar.observe.answers import AnswerTotals
+
 
 class Counters:
     """Totals since the engine started; they only grow."""
@@ -78,3 +80,5 @@ class EngineStats:
     drafted: tuple[int, ...]
     accepted: tuple[int, ...]
     """By position in the draft, as `drafted`."""
+    answers: AnswerTotals
+    """What they took, and how they ended."""

@@ -87,7 +87,7 @@ def application(config: ServiceConfig) -> Application:
     )(Driver)
     ingress = serve.deployment(ray_actor_options={"num_cpus": 0}, **common)(Ingress)
     return ingress.bind(
-        driver.bind(engine, config.start_timeout_s),
+        driver.bind(engine, config.start_timeout_s, model_name(config)),
         model_name(config),
         config.max_ongoing_requests,
         config.start_timeout_s,

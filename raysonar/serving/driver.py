@@ -11,7 +11,9 @@ from raysonar.config import EngineConfig
 from raysonar.driver.outputs import Delta
 from raysonar.driver.params import SamplingParams
 from raysonar.observe.counters import EngineStats
+from raysonar.observe.metrics import engine_readings
 from raysonar.serving.generation import Batch, Chat, Generation, Prompt, Vocabulary
+from raysonar.serving.metrics import RayExporter, Source, replica_labels
 from raysonar.serving.problems import Problem, problem_of
 
 if TYPE_CHECKING:
@@ -32,14 +34,20 @@ logger = logging.getLogger("ray.serve")
 class Driver:
     """Hosts one engine. A replica that is up has generated tokens through it."""
 
-    def __init__(self, config: EngineConfig, start_timeout_s: float) -> None:
-        """Raises what the engine raises for a model it cannot load, and TimeoutError when that takes too long."""
+    def __init__(self, config: EngineConfig, start_timeout_s: float, model: str) -> None:
+        """`model` is what clients call it.
+
+        Raises what the engine raises for a model it cannot load, and TimeoutError when that takes too long.
+        """
         starter = ThreadPoolExecutor(1, "engine-start")
         try:
             self._engine = starter.submit(_started_engine, config).result(start_timeout_s)
         finally:
             starter.shutdown(wait=False)
         self._streams = 0
+        self._labels = replica_labels(model)
+        engine = self._engine  # not self: the thread must not keep a driver that Serve lets go of
+        self._exporter = RayExporter(lambda: engine_readings(engine.stats()), self._labels)
 
     async def stream(self, generation: Generation) -> AsyncGenerator[Batch]:
         """The deltas of all the request's prompts, after an empty batch that says that the request has arrived.
@@ -118,12 +126,18 @@ class Driver:
         """The engine's slots, pages and counters."""
         return self._engine.stats()
 
+    def report(self) -> Source:
+        """All metrics of the engine now."""
+        return Source(self._labels, list(engine_readings(self.stats())))
+
     async def check_health(self) -> None:
         """Raises EngineFailedError when the engine's loop has died or is stuck. Serve then replaces the replica."""
         await asyncio.to_thread(self._engine.check_health, STUCK_AFTER_S)
 
     def __del__(self) -> None:
         """Serve calls it when the replica stops."""
+        if hasattr(self, "_exporter"):
+            self._exporter.stop()
         if hasattr(self, "_engine"):
             self._engine.close()
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar, cast
@@ -14,7 +15,9 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentRes
 from starlette.exceptions import HTTPException
 
 from raysonar.driver.outputs import Delta
+from raysonar.observe.metrics import HTTP_REQUESTS
 from raysonar.serving.generation import Batch, Generation, Vocabulary
+from raysonar.serving.metrics import CONTENT_TYPE, RayExporter, Source, StatusCounter, exposition, replica_labels
 from raysonar.serving.problems import (
     MAX_BODY_BYTES,
     Problem,
@@ -53,6 +56,9 @@ class Ingress:
         self._ongoing = 0
         self._created = int(time.time())
         self._vocabulary: Vocabulary | None = None
+        self._statuses: Counter[str] = Counter()
+        self._labels = replica_labels(model)
+        self._exporter = RayExporter(lambda: [(HTTP_REQUESTS, dict(self._statuses))], self._labels)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """What Serve runs for each request."""
@@ -63,6 +69,8 @@ class Ingress:
         app.add_api_route("/v1/chat/completions", self.chat_completions, methods=["POST"])
         app.add_api_route("/health", self.health)
         app.add_api_route("/ready", self.ready)
+        app.add_api_route("/metrics", self.metrics)
+        app.add_middleware(StatusCounter, counts=self._statuses)
         app.add_exception_handler(HTTPException, _no_route)
         return app
 
@@ -86,6 +94,19 @@ class Ingress:
     async def ready(self) -> Response:
         """200 once tokens have been generated through the engine: a driver is up only after that."""
         return await self._probe("ready")
+
+    async def metrics(self) -> Response:
+        """Prometheus' text format: the figures of every driver that answers, and this ingress's own."""
+        try:
+            reports = await self._driver.broadcast("report").results_async(
+                timeout_s=PROBE_TIMEOUT_S, return_exceptions=True
+            )
+        except Exception:
+            logger.exception("No driver reports its metrics")
+            reports = []
+        own = Source(self._labels, [(HTTP_REQUESTS, dict(self._statuses))])
+        sources = [own, *(report for report in reports if isinstance(report, Source))]
+        return Response(exposition(sources), media_type=CONTENT_TYPE)
 
     async def completions(self, request: Request) -> Response:
         """OpenAI's /v1/completions."""

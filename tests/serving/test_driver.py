@@ -23,7 +23,7 @@ SHORT = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def driver(folder: Path) -> Iterator[Driver]:
-    driver = Driver(EngineConfig(model=folder, threads=1), start_timeout_s=120)
+    driver = Driver(EngineConfig(model=folder, threads=1), start_timeout_s=120, model="tiny")
     yield driver
     driver.__del__()
 
@@ -144,7 +144,7 @@ def test_the_vocabulary_is_the_tokenizers(driver: Driver, engine: Engine):
 
 
 def test_a_driver_whose_engine_has_ended_is_not_healthy_and_refuses(folder: Path):
-    driver = Driver(EngineConfig(model=folder, threads=1), start_timeout_s=120)
+    driver = Driver(EngineConfig(model=folder, threads=1), start_timeout_s=120, model="tiny")
     asyncio.run(driver.check_health())
     driver.__del__()
     with pytest.raises(EngineFailedError):
@@ -155,9 +155,9 @@ def test_a_driver_whose_engine_has_ended_is_not_healthy_and_refuses(folder: Path
 
 def test_a_model_that_cannot_be_loaded_fails_the_start(tmp_path: Path):
     with pytest.raises(ModelFolderError, match=r"config\.json"):
-        Driver(EngineConfig(model=tmp_path), start_timeout_s=60)
+        Driver(EngineConfig(model=tmp_path), start_timeout_s=60, model="tiny")
 
 
 def test_a_start_that_takes_too_long_fails(folder: Path):
     with pytest.raises(TimeoutError):
-        Driver(EngineConfig(model=folder, threads=1), start_timeout_s=1e-6)
+        Driver(EngineConfig(model=folder, threads=1), start_timeout_s=1e-6, model="tiny")
