@@ -8,7 +8,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
-from raysonar.observe.timeline import Track, now
+from raysonar.observe.timeline import Track
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Transfer:
 
     def __init__(self, name: str, track: Track, works: Sequence[dist.Work]) -> None:
         self._name, self._track, self._works = name, track, works
-        self._began = now()
+        self._began = track.clock()
 
     def wait(self) -> None:
         """Until all have come and gone."""
@@ -63,7 +63,7 @@ class Transfer:
         with self._track.waiting(f"wait for {self._name}"):
             for work in self._works:
                 work.wait()
-        self._track.keep(self._name, "transfer", self._began, now())
+        self._track.keep(self._name, "transfer", self._began, self._track.clock())
 
 
 @dataclass(frozen=True, kw_only=True)

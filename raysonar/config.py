@@ -9,7 +9,7 @@ from raysonar.errors import ConfigurationError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 MtpHidden = Literal["auto", "pre_norm", "post_norm"]
-MicroBatching = Literal["never", "always"]
+MicroBatching = Literal["auto", "never", "always"]
 
 
 class _Frozen(BaseModel):
@@ -63,8 +63,9 @@ class ParallelConfig(_Frozen):
     """Ranks that share a row's attention, embedding and head; the model's heads must be a multiple of it."""
     data: Annotated[int, Field(ge=1)] = 1
     """Rows, each with requests, slots and pages of its own. Experts are spread over all ranks."""
-    micro_batching: MicroBatching = "never"
-    """"always" runs every step as two halves: one computes while the other's tokens travel to their experts or back."""
+    micro_batching: MicroBatching = "auto"
+    """Whether steps run as two halves, of which one computes while the other's tokens travel to their experts or back.
+    "auto" measures at start-up what layers take, and splits a step when that should be faster."""
     dispatch_dtype: Literal["auto", "float8"] = "auto"
     """What hidden states travel to their experts as: "auto" is the model's dtype; "float8" is e4m3 with a scale for
     each 128 values, half of bfloat16's bytes. Their experts' outputs come back in the model's dtype."""

@@ -27,6 +27,16 @@ class Rule(IntEnum):
     """The full-distribution rule of Leviathan et al. (2211.17192): the output distribution is the target's."""
 
 
+class Tracing(IntEnum):
+    """Whether the ranks keep spans of a step."""
+
+    OFF = 0
+    ON = 1
+    SETTLED = 2
+    """And wait at each span's ends until the device has done what it was given, so that spans are the device's times
+    and not those of the host, which runs ahead."""
+
+
 SAMPLING = np.dtype(
     [
         ("rule", "<i4"),
@@ -113,7 +123,7 @@ class StepPlan(_Packed):
     """[passes, data-parallel rows]: the most tokens that each has in a half of a pass, the same on all ranks. The first
     pass is the verification (and the draft run over its batch), the others are the draft's rounds after the first."""
     traced: NDArray[np.int64] = _array("<i8")
-    """[1]: 1 when the ranks keep spans of this step, else 0; the same on all ranks."""
+    """[1]: a `Tracing`; the same on all ranks."""
     admitted_slot: Ints = _array()
     admitted_length: Ints = _array()
     """Known tokens of each admitted slot."""

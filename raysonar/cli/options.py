@@ -58,7 +58,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tensor-parallel", type=int, metavar="T", help="ranks that share attention (default: 1)")
     group.add_argument("--data-parallel", type=int, metavar="P", help="rows of ranks, T x P in all (default: 1)")
     group.add_argument(
-        "--micro-batching", choices=("never", "always"), help="run steps as two overlapping halves (default: never)"
+        "--micro-batching",
+        choices=("auto", "never", "always"),
+        help="run steps as two overlapping halves (default: auto, where that should be faster)",
     )
 
 

@@ -2,18 +2,27 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
+from raysonar.driver.micro_batching import Decision, MicroBatcher
 from raysonar.driver.pages import extend_keys
 from raysonar.driver.request import Answer
 from raysonar.driver.scheduler import Scheduler, Step
-from raysonar.model.batch import half_tokens
 from raysonar.observe.counters import Counters
-from raysonar.step import StepPlan, StepResult
+from raysonar.step import StepPlan, StepResult, Tracing
 
 _IMBALANCE = 2
 """Answers that a row may have more than the least loaded one and still be chosen for the prefix that it holds."""
+
+
+class PlannedStep(NamedTuple):
+    """A step that is ready for the ranks."""
+
+    plans: list[StepPlan]
+    """One for each data-parallel row."""
+    decision: Decision
 
 
 class DataParallel:
@@ -22,12 +31,14 @@ class DataParallel:
     All ranks run every step, also those of a row with nothing to do: their experts serve the other rows' tokens.
     """
 
-    def __init__(self, rows: Sequence[Scheduler], *, halves: int, rebalance_steps: int | None = None) -> None:
-        """halves: 2 runs every step as two micro-batches; rebalance_steps: how often the ranks place experts anew."""
+    def __init__(
+        self, rows: Sequence[Scheduler], *, micro_batcher: MicroBatcher, rebalance_steps: int | None = None
+    ) -> None:
+        """rebalance_steps: how often the ranks place experts anew."""
         self.rows = rows
         self.counters = Counters(rows[0].speculative_tokens)
         """What is counted by the request; the rows count what is theirs."""
-        self.halves = halves
+        self.micro_batcher = micro_batcher
         self._rebalance_steps = rebalance_steps
         self.tracing = False
         """Whether the ranks keep spans of the steps that are planned."""
@@ -70,30 +81,23 @@ class DataParallel:
         """Let go of an answer: its slot and pages are free at once."""
         self.rows[answer.data_rank].finish(answer)
 
-    def schedule(self) -> list[StepPlan] | None:
-        """The next step's plan for each row, or None when no row has anything to do."""
+    def schedule(self) -> PlannedStep | None:
+        """The next step, or None when no row has anything to do."""
         plans = [row.schedule() for row in self.rows]
         if all(plan is None for plan in plans):
             return None
         made = [plan or row.idle() for plan, row in zip(plans, self.rows, strict=True)]
         rounds = np.maximum.reduce([plan.draft_rounds for plan in made])
         number, every = int(made[0].number[0]), self._rebalance_steps
+        decision, capacities = self.micro_batcher.decide(made, int(rounds[0]))
         common = {
-            "halves": np.array([self.halves]),
-            "traced": np.array([self.tracing], np.int64),
-            "capacities": np.array([_capacities(plan, int(rounds[0]), self.halves) for plan in made]).T,
+            "halves": np.array([decision.halves]),
+            "traced": np.array([Tracing.ON if self.tracing else Tracing.OFF], np.int64),
+            "capacities": capacities,
             "rebalance": np.array([bool(every and number and number % every == 0)], np.int64),
         }
-        return [replace(plan, **common, draft_rounds=rounds) for plan in made]
+        return PlannedStep([replace(plan, **common, draft_rounds=rounds) for plan in made], decision)
 
     def commit(self, results: Sequence[StepResult]) -> list[Step]:
         """Take in the oldest outstanding step's results, one a row."""
         return [row.commit(result) for row, result in zip(self.rows, results, strict=True)]
-
-
-def _capacities(plan: StepPlan, rounds: int, halves: int) -> list[int]:
-    """The most tokens of one row in a half of each pass; see StepPlan."""
-    passes = [half_tokens(plan.row_tokens, halves)]
-    for step in range(1, rounds):  # a token for each row that wants more than `step` drafts
-        passes.append(half_tokens((plan.row_drafts > step).astype(np.int32), halves))
-    return passes

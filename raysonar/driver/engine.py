@@ -31,14 +31,17 @@ from raysonar.config import (
 from raysonar.driver.collect import Collector, Finished
 from raysonar.driver.data_parallel import DataParallel
 from raysonar.driver.loop import STEP_TIMEOUT_S, EngineLoop
+from raysonar.driver.micro_batching import MicroBatcher
 from raysonar.driver.outputs import Delta, GenerationResult
 from raysonar.driver.params import SamplingParams
+from raysonar.driver.profiling import profile
 from raysonar.driver.request import Limits, Request, Sink, make_request
 from raysonar.driver.scheduler import Scheduler
 from raysonar.driver.worker import Worker
 from raysonar.errors import ConfigurationError, InvalidRequestError, RaysonarError
 from raysonar.model.folder import open_folder
 from raysonar.model.tokenizer import Tokenizer
+from raysonar.moe.cost_model import CostModel
 from raysonar.observe.chrome import write_trace
 from raysonar.observe.counters import EngineStats
 from raysonar.observe.steps import StepLog
@@ -58,6 +61,7 @@ class Engine:
         info: what the model takes and the cache holds.
         tokenizer: the folder's.
         steps: records of the last steps.
+        costs: what the layers take, as measured when the engine started with micro_batching "auto"; else None.
     """
 
     def __init__(
@@ -76,7 +80,7 @@ class Engine:
         self.tokenizer = Tokenizer.from_folder(open_folder(config.model)) if tokenizer is None else tokenizer
         worker = Worker("raysonar-engine")
         try:
-            channel, self.info = worker.submit(lambda: start(config)).result()
+            channel, self.info, self.costs = worker.submit(lambda: _start(config, start)).result()
         except BaseException:
             worker.stop(timeout=1.0)
             raise
@@ -105,7 +109,7 @@ class Engine:
             channel=channel,
             scheduler=DataParallel(
                 rows,
-                halves=2 if config.parallel.micro_batching == "always" else 1,
+                micro_batcher=MicroBatcher(config.parallel.micro_batching, self.costs),
                 rebalance_steps=config.parallel.rebalance_steps,
             ),
             decoder=self.tokenizer if self.tokenizer.available else None,
@@ -138,7 +142,7 @@ class Engine:
         plans_in_flight: int | None = None,
         tensor_parallel: int = 1,
         data_parallel: int = 1,
-        micro_batching: MicroBatching = "never",
+        micro_batching: MicroBatching = "auto",
         progress: bool = False,
     ) -> Self:
         """Serve a Hugging Face folder; every option is a field of EngineConfig, where it is explained.
@@ -175,6 +179,22 @@ class Engine:
     def max_length(self) -> int:
         """Tokens of prompt and answer at the most, by the model and by the cache."""
         return self._limits.tokens
+
+    @property
+    def micro_batching(self) -> MicroBatching:
+        """Whether steps run as two halves; may be set at any time.
+
+        Setting "auto" raises ConfigurationError in an engine that was not started with it.
+        """
+        return self._loop.micro_batcher.policy
+
+    @micro_batching.setter
+    def micro_batching(self, policy: MicroBatching) -> None:
+        if policy == "auto" and self.costs is None:
+            raise ConfigurationError(
+                'micro_batching: "auto" needs costs, which are measured when an engine starts with it'
+            )
+        self._loop.micro_batcher.policy = policy
 
     @property
     def steps(self) -> StepLog:
@@ -327,6 +347,19 @@ class Engine:
             limits=self._limits,
             sink=sink,
         )
+
+
+def _start(config: EngineConfig, start: StartRank) -> tuple[StepChannel, RankInfo, CostModel | None]:
+    """The ranks, and what their layers take, where that is to decide anything."""
+    channel, info = start(config)
+    if config.parallel.micro_batching != "auto" or not info.experts_travel:
+        return channel, info, None
+    try:
+        costs = profile(channel, info, token_budget=config.scheduling.token_budget, rows=config.parallel.data)
+    except BaseException:
+        channel.close()
+        raise
+    return channel, info, costs
 
 
 class _Mailbox:

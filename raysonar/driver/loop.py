@@ -12,6 +12,7 @@ import numpy as np
 from raysonar.driver.data_parallel import DataParallel
 from raysonar.driver.detokenize import Decoder
 from raysonar.driver.emission import Emitter, ResultLogprobs
+from raysonar.driver.micro_batching import Decision, MicroBatcher
 from raysonar.driver.outputs import Delta
 from raysonar.driver.request import Answer, Request
 from raysonar.driver.scheduler import Advance, Step
@@ -38,7 +39,7 @@ class _Sent:
 
     seconds: float
     """That its plans took to make."""
-    halves: int
+    decision: Decision
     traced: bool
     after_idling: bool
     """Whether there was nothing to do before it."""
@@ -82,12 +83,19 @@ class EngineLoop:
         """The steps whose results are not in yet."""
         self._traced_in_flight = 0
         """How many of them are traced."""
+        self._draft_before: float | None = None
+        """What the draft run of the step before was expected to take."""
         self._answers = AnswerTotals()
         self.steps = StepLog()
         self._trace = threading.Lock()
         """Held while a trace is being made."""
         self._worker = worker
         self._end_of_run = worker.submit(self._run)
+
+    @property
+    def micro_batcher(self) -> MicroBatcher:
+        """Decides which steps are split."""
+        return self._scheduler.micro_batcher
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests, all or none. Raises EngineFailedError, QueueFullError, InvalidRequestError (a known id)."""
@@ -240,15 +248,15 @@ class EngineLoop:
         while len(self._sent) < self._plans_in_flight:
             began = time.perf_counter()
             with self._changed:
-                plans = self._scheduler.schedule()
-                traced = plans is not None and self._scheduler.tracing
+                step = self._scheduler.schedule()
+                traced = step is not None and self._scheduler.tracing
                 self._traced_in_flight += traced
-            if plans is None:
+            if step is None:
                 break
             seconds = time.perf_counter() - began
-            self._sent.append(_Sent(seconds, self._scheduler.halves, traced=traced, after_idling=self._idle))
+            self._sent.append(_Sent(seconds, step.decision, traced=traced, after_idling=self._idle))
             self._idle = False
-            self._channel.send([plan.pack() for plan in plans])
+            self._channel.send([plan.pack() for plan in step.plans])
 
     def _receive(self) -> list[StepResult] | None:
         """The oldest outstanding step's results, one a row; None when there is none or the engine is being closed."""
@@ -276,7 +284,9 @@ class EngineLoop:
                 for advance in step.advances:
                     if not advance.answer.finished:  # its request may have been cut off by an answer before it
                         self._give_out(advance, logprobs)
-            record = _record(steps, results, sent)
+            record = _record(steps, results, sent, self._draft_before)
+            self._draft_before = sent.decision.draft_seconds
+            self._scheduler.micro_batcher.learn(sent.decision, record.verify_seconds)
             self._count(record)
         self.steps.append(record)
 
@@ -366,8 +376,11 @@ def _failed(cause: BaseException) -> EngineFailedError:
     return EngineFailedError(f"the engine has failed: {type(cause).__name__}: {cause}")
 
 
-def _record(steps: Sequence[Step], results: Sequence[StepResult], sent: _Sent) -> StepRecord:
+def _record(
+    steps: Sequence[Step], results: Sequence[StepResult], sent: _Sent, draft_before: float | None
+) -> StepRecord:
     """One record of all data-parallel rows' step; times are those of the slowest."""
+    expected = sent.decision.verify_seconds
     seconds = np.concatenate([result.seconds for result in results])
     slowest = {name: float(seconds[name].max()) for name in SECONDS.names or ()}
     return StepRecord(
@@ -377,7 +390,9 @@ def _record(steps: Sequence[Step], results: Sequence[StepResult], sent: _Sent) -
         decode_tokens=sum(step.decode_tokens for step in steps),
         drafted=sum(step.drafted for step in steps),
         accepted=sum(step.accepted for step in steps),
-        halves=sent.halves,
+        halves=sent.decision.halves,
+        reason=sent.decision.reason,
+        predicted_seconds=None if expected is None else expected + (draft_before or 0.0),
         plan_seconds=sent.seconds,
         wait_seconds=0.0 if sent.after_idling else slowest["wait"],
         verify_seconds=slowest["verify"],

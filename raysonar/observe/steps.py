@@ -17,6 +17,11 @@ class StepRecord:
     accepted: int
     halves: int
     """2 when it ran as two micro-batches, else 1."""
+    reason: str
+    """Why it was split, or was not; see raysonar.driver.micro_batching.Reason."""
+    predicted_seconds: float | None
+    """What the cost model, corrected by steps before, expected of `verify_seconds` and `draft_seconds` together; None
+    when there is none."""
     plan_seconds: float
     """The planner's."""
     wait_seconds: float

@@ -5,7 +5,7 @@ Times are of `time.perf_counter_ns`, which on Linux is CLOCK_MONOTONIC: one cloc
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
 from typing import Literal, NamedTuple
@@ -57,10 +57,10 @@ class _Measured:
         self._track, self._name = track, name
 
     def __enter__(self) -> None:
-        self._began = now()
+        self._began = self._track.clock()
 
     def __exit__(self, *_: object) -> None:
-        self._track.keep(self._name, "work", self._began, now())
+        self._track.keep(self._name, "work", self._began, self._track.clock())
 
 
 class _Waiting(_Measured):
@@ -69,7 +69,7 @@ class _Waiting(_Measured):
     __slots__ = ()
 
     def __exit__(self, *_: object) -> None:
-        ended = now()
+        ended = self._track.clock()
         self._track.waited += ended - self._began
         self._track.keep(self._name, "wait", self._began, ended)
 
@@ -83,16 +83,24 @@ class Track:
     Attributes:
         waited: nanoseconds blocked in waits for other ranks, ever.
         tracing: whether spans are kept.
+        settle: waits until the device has done what it was given, while spans are to be the device's times.
         step, layer: what new spans belong to.
     """
 
     def __init__(self, lane: Lane = Lane.HALF_0) -> None:
         self.waited = 0
         self.tracing = False
+        self.settle: Callable[[], None] | None = None
         self.step = -1
         self.layer: int | None = None
         self.lane = lane
         self._spans: deque[Span] = deque(maxlen=KEPT_SPANS)
+
+    def clock(self) -> int:
+        """Nanoseconds now, or once the device has settled."""
+        if self.settle is not None:
+            self.settle()
+        return now()
 
     def span(self, name: str) -> AbstractContextManager[None]:
         """Keep the `with` block as a span; costs next to nothing while nothing is traced."""
@@ -117,13 +125,13 @@ class Track:
 class Timeline:
     """All tracks of one rank."""
 
-    def __init__(self, halves: Sequence[Track]) -> None:
-        """halves: the tracks of the steps' two halves."""
+    def __init__(self, halves: Sequence[Track], settle: Callable[[], None] | None = None) -> None:
+        """halves: the tracks of the steps' two halves; settle: waits for the device, where there is one to wait for."""
         self.frame = Track(Lane.STEP)
         """Of what is done for both halves together."""
         self.plan_wait = 0
         """Nanoseconds that the rank had nothing to do for want of the plan it has now."""
-        self._halves = halves
+        self._halves, self._settle = halves, settle
         for track, lane in zip(halves, (Lane.HALF_0, Lane.HALF_1), strict=True):
             track.lane = lane
 
@@ -140,10 +148,11 @@ class Timeline:
             self.plan_wait = came - idle_since
             self.frame.keep("wait for plan", "wait", idle_since, came)
 
-    def begin(self, step: int, *, traced: bool) -> None:
+    def begin(self, step: int, *, traced: bool, settled: bool = False) -> None:
         """A step begins: what comes until the next one belongs to it, and its spans are kept when it is traced."""
         for track in (self.frame, *self._halves):
             track.tracing, track.step, track.layer = traced, step, None
+            track.settle = self._settle if settled else None
 
     def take(self) -> list[Span]:
         """The spans of all tracks since they were last taken."""

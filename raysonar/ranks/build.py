@@ -99,13 +99,20 @@ def build_rank(
         dtype=str(terms.dtype).removeprefix("torch."),
         device=str(terms.device),
         cache_bytes=(pages + 1) * memory.page_bytes,
+        experts_travel=communicators[0].place.world > 1 and bool(model.moe_layers),
         processes=((socket.gethostname(), os.getpid()),),
     )
-    timeline = Timeline([communicator.track for communicator in communicators])
+    device_wait = _wait_for_cuda if terms.device.type == "cuda" else None
+    timeline = Timeline([communicator.track for communicator in communicators], device_wait)
     balancer = None
     if config.parallel.rebalance_steps:
         balancer = _balancer(terms, model, communicators)
     return Rank(model, memory.cache, memory.slots, memory.sampling, memory.draft, timeline, balancer), info
+
+
+def _wait_for_cuda() -> None:
+    """Of the stream that computes, not of those that communicate."""
+    torch.cuda.current_stream().synchronize()
 
 
 def redundant_experts(parallel: ParallelConfig) -> int | None:

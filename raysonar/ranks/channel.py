@@ -23,6 +23,8 @@ class RankInfo:
     device: str
     cache_bytes: int
     """Of one rank."""
+    experts_travel: bool
+    """Whether tokens travel between ranks to their experts, so that there is something for two halves to hide."""
     processes: tuple[tuple[str, int], ...]
     """(host name, process id) of each rank."""
 

@@ -19,7 +19,7 @@ from raysonar.ranks.slots import SlotTable
 from raysonar.speculation.acceptance import accept
 from raysonar.speculation.mtp import DraftRows, MtpDraft
 from raysonar.speculation.sampler import SamplingTable
-from raysonar.step import SECONDS, StepPlan, StepResult
+from raysonar.step import SECONDS, StepPlan, StepResult, Tracing
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,8 @@ class Rank:
     def verify(self, plan: StepPlan) -> StepResult:
         """Take the plan in, propose, verify, accept; returns what the rows have gained."""
         timeline, span = self.timeline, self.timeline.frame.span
-        timeline.begin(int(plan.number[0]), traced=bool(plan.traced.any()))
+        tracing = Tracing(int(plan.traced[0])) if plan.traced.size else Tracing.OFF
+        timeline.begin(int(plan.number[0]), traced=tracing > Tracing.OFF, settled=tracing is Tracing.SETTLED)
         watch = _Stopwatch(timeline)
         if self._balancer is not None and plan.rebalance.any():
             with span("move experts"):

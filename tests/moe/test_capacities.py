@@ -8,6 +8,7 @@ from support.fake_rank import rank_info
 from support.planning import limits_of
 
 from raysonar.driver.data_parallel import DataParallel
+from raysonar.driver.micro_batching import MicroBatcher
 from raysonar.driver.params import SamplingParams
 from raysonar.driver.request import make_request
 from raysonar.driver.scheduler import Scheduler
@@ -58,7 +59,7 @@ def test_every_plan_foretells_every_pass_of_every_row(requests: list[tuple[int, 
         )
         for _ in range(width)
     ]
-    group = DataParallel(schedulers, halves=halves)
+    group = DataParallel(schedulers, micro_batcher=MicroBatcher("always" if halves == 2 else "never"))
     answers = []
     for index, (prompt, length) in enumerate(requests):
         params = SamplingParams(max_tokens=length, temperature=0)
@@ -73,7 +74,8 @@ def test_every_plan_foretells_every_pass_of_every_row(requests: list[tuple[int, 
         answers += request.answers
         group.add(request.answers[0])
     steps = 0
-    while (plans := group.schedule()) is not None:
+    while (step := group.schedule()) is not None:
+        plans = step.plans
         steps += 1
         check(plans, halves)
         group.commit([result_of(plan) for plan in plans])

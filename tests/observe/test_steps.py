@@ -12,6 +12,8 @@ def record(number):
         drafted=1,
         accepted=1,
         halves=2,
+        reason="gain",
+        predicted_seconds=2.0,
         plan_seconds=8.0,
         wait_seconds=0.25,
         verify_seconds=1.5,

@@ -64,3 +64,26 @@ def test_another_hosts_clock_is_known_to_half_a_round_trip(ahead):
     began = now()
     found = clock_offset(lambda: now() + ahead)
     assert abs(found + ahead) <= now() - began
+
+
+def test_spans_of_settled_steps_end_when_the_device_has_settled():
+    settled = []
+    halves = Track(), Track()
+    timeline = Timeline(halves, settle=lambda: settled.append(now()))
+    timeline.begin(1, traced=True)
+    with halves[0].span("free"), halves[0].waiting("free too"):
+        pass
+    assert not settled
+    timeline.begin(2, traced=True, settled=True)
+    with halves[0].span("span"):
+        pass
+    with halves[1].waiting("wait"):
+        pass
+    *_, span, wait = timeline.take()
+    assert len(settled) >= 3
+    assert all(any(moment <= each.end for moment in settled if moment >= each.start) for each in (span, wait))
+    timeline.begin(3, traced=False)
+    settled.clear()
+    with halves[0].waiting("untraced"):
+        pass
+    assert not settled

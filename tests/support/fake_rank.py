@@ -312,5 +312,6 @@ def rank_info(
         dtype="float32",
         device="cpu",
         cache_bytes=0,
+        experts_travel=False,
         processes=(),
     )
