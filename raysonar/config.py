@@ -9,6 +9,8 @@ from raysonar.errors import ConfigurationError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 MtpHidden = Literal["auto", "pre_norm", "post_norm"]
+ToolParserName = Literal["auto", "none", "deepseek_v3", "deepseek_v3.1"]
+ReasoningParserName = Literal["auto", "none", "deepseek_r1"]
 MicroBatching = Literal["auto", "never", "always"]
 
 
@@ -123,6 +125,11 @@ class ServiceConfig(_Frozen):
     max_ongoing_requests: Annotated[int, Field(ge=1)] = 1024
     start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """How long loading may take."""
+    tool_parser: ToolParserName = "auto"
+    """The format in which function calls are looked for in answers; "auto" is the one that the chat template writes."""
+    reasoning_parser: ReasoningParserName = "auto"
+    """"deepseek_r1" gives what answers say up to </think> as reasoning_content; "auto" does so where the chat template
+    knows that mark."""
 
 
 def describe(error: ValidationError) -> str:

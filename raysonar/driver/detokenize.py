@@ -10,8 +10,8 @@ _INCOMPLETE = "\ufffd"
 class Decoder(Protocol):
     """What detokenisation needs of a tokenizer."""
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, without special tokens."""
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids, with or without special tokens."""
         ...
 
 
@@ -22,30 +22,34 @@ class Detokenizer:
     tokens that came last before as context, since what a token adds may depend on the one before it.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, *, skip_special_tokens: bool = True) -> None:
         self._decoder = decoder
+        self._skip_special_tokens = skip_special_tokens
         self._window: list[int] = []
         self._context = 0
         """Leading tokens of the window whose text is out, all of it."""
         self._out = 0
         """Characters of the window's text that are out."""
 
+    def _decode(self) -> str:
+        return self._decoder.decode(self._window, skip_special_tokens=self._skip_special_tokens)
+
     def add(self, token: int) -> str:
         """The text that is certain since the last call; a character's first bytes wait for its last."""
         self._window.append(token)
-        text = self._decoder.decode(self._window)
+        text = self._decode()
         certain = len(text.rstrip(_INCOMPLETE))
         news = text[self._out : certain]
         self._out = max(self._out, certain)
         if news and certain == len(text):
             self._window = self._window[self._context :]
             self._context = len(self._window)
-            self._out = len(self._decoder.decode(self._window))
+            self._out = len(self._decode())
         return news
 
     def flush(self) -> str:
         """The rest, with U+FFFD where bytes are no character; nothing may be added after."""
-        text = self._decoder.decode(self._window)
+        text = self._decode()
         news, self._out = text[self._out :], len(text)
         return news
 

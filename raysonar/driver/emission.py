@@ -20,7 +20,7 @@ class Emitter:
         self._params = params
         self._eos: frozenset[int] = frozenset() if params.ignore_eos else eos_token_ids
         self._most = answer.limit - len(answer.request.prompt_token_ids)
-        self._text = None if decoder is None else Detokenizer(decoder)
+        self._text = None if decoder is None else Detokenizer(decoder, skip_special_tokens=params.skip_special_tokens)
         self._scanner = StopScanner(params.stop, include=params.include_stop_str_in_output)
         self._tokens = 0
         self._finish_reason: FinishReason | None = None

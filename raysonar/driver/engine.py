@@ -205,13 +205,19 @@ class Engine:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int = 0,
     ) -> list[GenerationResult]:
         """Answer prompts, in their order; `params` is one for all (None: the defaults) or one for each.
+
+        Of all open requests those with the lowest `priority` are served first, and of equals the earliest.
 
         Raises InvalidRequestError before anything is queued, EngineFailedError when the engine fails.
         """
         collectors: list[Collector] = []
-        requests = self._requests(prompts, params, lambda position: lambda item: collectors[position].take(item))
+        requests = self._requests(
+            prompts, params, lambda position: lambda item: collectors[position].take(item), priority
+        )
         finished: Finished = SimpleQueue()
         collectors += [Collector(request, finished) for request in requests]
         try:
@@ -239,7 +245,12 @@ class Engine:
         return self._deltas(requests, news)
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[Delta]:
         """Deltas of one request. Closing or cancelling it aborts the request: slot and pages are free at once.
 
@@ -247,7 +258,8 @@ class Engine:
         """
         self._loop.check_running()
         mailbox = _Mailbox()
-        return self._stream(self._request(prompt, params or SamplingParams(), mailbox.put, request_id), mailbox)
+        request = self._request(prompt, params or SamplingParams(), mailbox.put, request_id, priority)
+        return self._stream(request, mailbox)
 
     def abort(self, request_id: str) -> bool:
         """End a request now; its stream ends with finish_reason "abort". Returns whether it was open."""
@@ -298,11 +310,15 @@ class Engine:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         sink: Callable[[int], Sink],
+        priority: int = 0,
     ) -> list[Request]:
         """Checked requests; `sink` makes the sink of the prompt at a position."""
         self._loop.check_running()
         pairs = _pair(prompts, params)
-        return [self._request(prompt, each, sink(position)) for position, (prompt, each) in enumerate(pairs)]
+        return [
+            self._request(prompt, each, sink(position), priority=priority)
+            for position, (prompt, each) in enumerate(pairs)
+        ]
 
     def _deltas(self, requests: list[Request], news: _News) -> Generator[tuple[int, Delta]]:
         """Queue requests: (prompt's position, delta) until all are finished."""
@@ -333,7 +349,9 @@ class Engine:
         finally:
             self._loop.drop(request)
 
-    def _request(self, prompt: Prompt, params: SamplingParams, sink: Sink, request_id: str | None = None) -> Request:
+    def _request(
+        self, prompt: Prompt, params: SamplingParams, sink: Sink, request_id: str | None = None, priority: int = 0
+    ) -> Request:
         if not self.tokenizer.available and params.stop:
             raise InvalidRequestError("stop strings need a tokenizer, and the model's folder has none", "stop")
         if not isinstance(prompt, Sequence | np.ndarray):
@@ -346,6 +364,7 @@ class Engine:
             params=params,
             limits=self._limits,
             sink=sink,
+            priority=priority,
         )
 
 

@@ -9,6 +9,23 @@ from raysonar.errors import InvalidRequestError
 MAX_LOGPROBS = 100
 MAX_STOPS = 256
 """Stop strings: each is looked for at every token, on the thread that serves all requests."""
+RANGES: Mapping[str, tuple[float, float]] = {
+    "n": (1, 128),
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),  # above 0
+    "top_k": (0, 2**31 - 1),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 100.0),
+    "min_tokens": (0, 2**31 - 1),
+    "seed": (-(2**63), 2**63 - 1),
+    "max_tokens": (1, 2**31 - 1),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
+"""Least and most of every number; those that are None by default may stay so."""
+_OPTIONAL = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs"})
 SMALLEST_TEMPERATURE = 1e-5
 """Below, decoding is greedy."""
 
@@ -46,6 +63,8 @@ class SamplingParams:
     logprobs: int | None = None
     """0: of the chosen tokens; n: and of the n likeliest."""
     prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    """Whether texts leave special tokens out."""
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self._collection("stop", "strings")
@@ -56,24 +75,10 @@ class SamplingParams:
             raise InvalidRequestError(message, "logit_bias")
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
-        self._check_range("n", 1, 128)
-        self._check_range("temperature", 0.0, 100.0)
-        self._check_range("top_p", 0.0, 1.0, above=True)
-        self._check_range("top_k", 0, 2**31 - 1)
-        self._check_range("min_p", 0.0, 1.0)
-        self._check_range("presence_penalty", -2.0, 2.0)
-        self._check_range("frequency_penalty", -2.0, 2.0)
-        self._check_range("repetition_penalty", 0.01, 100.0)
-        self._check_range("min_tokens", 0, 2**31 - 1)
-        for name, low, high in (
-            ("seed", -(2**63), 2**63 - 1),
-            ("max_tokens", 1, 2**31 - 1),
-            ("logprobs", 0, MAX_LOGPROBS),
-            ("prompt_logprobs", 0, MAX_LOGPROBS),
-        ):
-            if getattr(self, name) is not None:
-                self._check_range(name, low, high)
-        for name in ("include_stop_str_in_output", "ignore_eos"):
+        for name, (low, high) in RANGES.items():
+            if getattr(self, name) is not None or name not in _OPTIONAL:
+                self._check_range(name, low, high, above=name == "top_p")
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} must be true or false, got {getattr(self, name)!r}", name)
         self._check_contents()

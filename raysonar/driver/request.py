@@ -53,6 +53,8 @@ class Answer:
     """Tokens of prompt and answer at the most."""
     tokens: Ints
     """Every known token while it waits; while it runs, its slot knows more."""
+    priority: int = 0
+    """Lower values are served first."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
     """Those that are in, in order; None when not asked for."""
     arrival: int = field(default_factory=lambda: next(_arrivals))
@@ -69,6 +71,11 @@ class Answer:
     """Up to the last time it left its slot."""
     finished: bool = False
     moments: Moments = field(default_factory=Moments)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who comes first: the lower priority value, then the earlier arrival."""
+        return self.priority, self.arrival
 
     @property
     def awaits_prompt_logprobs(self) -> bool:
@@ -125,11 +132,14 @@ def make_request(
     params: SamplingParams,
     limits: Limits,
     sink: Sink,
+    priority: int = 0,
 ) -> Request:
     """Check a request against the model and make its answers. Raises InvalidRequestError, naming the field."""
-    _check_tokens("prompt", prompt_token_ids, limits.vocab)
-    _check_tokens("stop_token_ids", params.stop_token_ids, limits.vocab)
-    _check_tokens("logit_bias", params.logit_bias, limits.vocab)
+    if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
+        raise InvalidRequestError(f"priority must be a whole number of 32 bits, got {priority!r}", "priority")
+    check_tokens("prompt", prompt_token_ids, limits.vocab)
+    check_tokens("stop_token_ids", params.stop_token_ids, limits.vocab)
+    check_tokens("logit_bias", params.logit_bias, limits.vocab)
     for name, wanted in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if wanted is not None and wanted > limits.vocab:
             raise InvalidRequestError(f"{name} is {wanted}, the vocabulary has {limits.vocab} tokens", name)
@@ -159,13 +169,15 @@ def make_request(
                 seed=_seed(params.seed, index),
                 limit=limit,
                 tokens=tokens,
+                priority=priority,
                 prompt_logprobs=[None] if wants_prompt else None,
             )
         )
     return request
 
 
-def _check_tokens(field_name: str, tokens: Iterable[int], vocab: int) -> None:
+def check_tokens(field_name: str, tokens: Iterable[int], vocab: int) -> None:
+    """Raises InvalidRequestError, naming the field, for what is no token id of the model."""
     for token in tokens:
         if isinstance(token, bool) or not isinstance(token, int | np.integer):
             raise InvalidRequestError(f"{field_name} must hold token ids, got {token!r}", field_name)

@@ -70,13 +70,13 @@ class _Draft:
 
 
 class Scheduler:
-    """Continuous batching over slots and pages, first come first served.
+    """Continuous batching over slots and pages: by priority, then first come first served.
 
     Call `schedule` for the next plan, and `commit` with its result, in order. Several plans may be in flight: a row
     whose last result is not in yet is planned for the longest acceptance, in pages and in length, and a row that may
-    have reached its limit waits. When pages run out the latest arrival is preempted: it waits, with all of its tokens,
-    to be computed again. The rank runs plans in their order, so pages and slots are free as soon as they are let go:
-    a plan in flight that still writes there does so before any later plan's rows.
+    have reached its limit waits. When pages run out the last in that order is preempted: it waits, with all of its
+    tokens, to be computed again. The rank runs plans in their order, so pages and slots are free as soon as they are
+    let go: a plan in flight that still writes there does so before any later plan's rows.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Scheduler:
         self.slots = Slots(slots=slots, tokens=max_tokens, pages=table, drafts=speculative_tokens)
         self.counters = Counters(speculative_tokens)
         self._flights: deque[_Flight] = deque()
-        self._waiting: list[tuple[int, Answer]] = []
+        self._waiting: list[tuple[tuple[int, int], Answer]] = []
         self._waiting_count = 0
         self._plans = 0
 
@@ -120,8 +120,8 @@ class Scheduler:
         return len(self._flights)
 
     def add(self, answer: Answer) -> None:
-        """Queue an answer by its arrival."""
-        heapq.heappush(self._waiting, (answer.arrival, answer))
+        """Queue an answer by its priority and arrival."""
+        heapq.heappush(self._waiting, (answer.order, answer))
         self._waiting_count += 1
 
     def finish(self, answer: Answer) -> None:
@@ -153,7 +153,7 @@ class Scheduler:
     def _choose_decode_rows(self) -> tuple[Longs, Ints]:
         """Slots whose next row follows from known tokens only, and the drafts of each."""
         slots = self.slots
-        held = slots.by_arrival()
+        held = slots.in_order()
         upper, limit = slots.known_upper[held], slots.limit[held]
         ready = (slots.computed_upper[held] >= slots.prefill_end[held]) & (upper < limit)
         chosen = held[ready][: self.token_budget]
@@ -173,7 +173,7 @@ class Scheduler:
             return decode, drafts
         for slot, count in zip(decode[short].tolist(), needed[short].tolist(), strict=True):
             while slots.answer[slot] is not None and self.pages.free < count:
-                self._preempt(slots.latest())
+                self._preempt(slots.last())
             if slots.answer[slot] is not None:
                 held = int(slots.held[slot])
                 pages = self.pages.take(count)
@@ -191,7 +191,7 @@ class Scheduler:
     def _continue_prefills(self, budget: int, draft: _Draft) -> int:
         """Chunks of admitted prompts (which hold all of their pages); returns what is left of the budget."""
         slots = self.slots
-        held = slots.by_arrival()
+        held = slots.in_order()
         left = slots.prefill_end[held] - slots.computed_upper[held]
         for slot, tokens in zip(held[left > 0].tolist(), left[left > 0].tolist(), strict=True):
             if budget < 1:

@@ -24,6 +24,7 @@ class Slots:
         self.tenancy: Longs = np.full(slots, -1, np.int64)
         """Which admission holds the slot; -1: none. Results of an earlier tenancy are void."""
         self.arrival: Longs = np.full(slots, -1, np.int64)
+        self.priority: Longs = np.zeros(slots, np.int64)
         self.known: Ints = np.zeros(slots, np.int32)
         self.known_upper: Ints = np.zeros(slots, np.int32)
         self.computed: Ints = np.zeros(slots, np.int32)
@@ -52,14 +53,14 @@ class Slots:
         """Slots that nothing holds."""
         return len(self._empty)
 
-    def by_arrival(self) -> Longs:
-        """The slots that are held, earliest arrival first."""
+    def in_order(self) -> Longs:
+        """The slots that are held: lowest priority value first, then earliest arrival."""
         held = np.flatnonzero(self.tenancy >= 0)
-        return held[np.argsort(self.arrival[held])]
+        return held[np.lexsort((self.arrival[held], self.priority[held]))]
 
-    def latest(self) -> Answer:
-        """The answer that arrived last."""
-        answer = self.answer[int(self.arrival.argmax())]
+    def last(self) -> Answer:
+        """The last answer in that order."""
+        answer = self.answer[int(self.in_order()[-1])]
         assert answer is not None
         return answer
 
@@ -69,7 +70,7 @@ class Slots:
         self.answer[slot] = answer
         self.tenancy[slot] = self._tenancies
         self._tenancies += 1
-        self.arrival[slot] = answer.arrival
+        self.priority[slot], self.arrival[slot] = answer.order
         self.known[slot] = self.known_upper[slot] = self.prefill_end[slot] = known
         self.computed[slot] = self.computed_upper[slot] = cached_tokens
         self.limit[slot] = answer.limit

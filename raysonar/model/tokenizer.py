@@ -106,9 +106,27 @@ class Tokenizer:
         return added is not None and added.special
 
     @property
+    def special_tokens(self) -> frozenset[str]:
+        """The tokens that `decode` leaves out when it skips special tokens."""
+        if self._model is None:
+            return frozenset()
+        added = self._model.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in added if token.special)
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether `render_chat` can work."""
         return bool(self._templates)
+
+    @property
+    def knows_tools(self) -> bool:
+        """Whether a chat template writes tools."""
+        return "tool_use" in self._templates or any(template.knows_tools for template in self._templates.values())
+
+    @property
+    def template_sources(self) -> tuple[str, ...]:
+        """The chat templates as they are written."""
+        return tuple(template.source for template in self._templates.values())
 
     def chat_text(
         self,
@@ -117,7 +135,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The conversation as the chat template writes it. Raises InvalidRequestError with field "messages"."""
+        """The conversation as the chat template writes it; arguments and errors as ChatTemplate.render's."""
         if not self._templates:
             raise InvalidRequestError(
                 f"the model {self._path.name} has no chat template (chat_template of {CONFIG}, or {TEMPLATE}): "

@@ -91,6 +91,8 @@ def application(config: ServiceConfig) -> Application:
         model_name(config),
         config.max_ongoing_requests,
         config.start_timeout_s,
+        config.tool_parser,
+        config.reasoning_parser,
     )
 
 

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING
 from raysonar.config import EngineConfig
 from raysonar.driver.outputs import Delta
 from raysonar.driver.params import SamplingParams
+from raysonar.driver.request import check_tokens
+from raysonar.errors import InvalidRequestError
 from raysonar.observe.counters import EngineStats
 from raysonar.observe.metrics import engine_readings
-from raysonar.serving.generation import Batch, Chat, Generation, Prompt, Vocabulary
+from raysonar.serving.generation import Batch, Chat, Generation, Profile, Prompt, Vocabulary
 from raysonar.serving.metrics import RayExporter, Source, replica_labels
+from raysonar.serving.parsers import reasons, tool_format_of
 from raysonar.serving.problems import Problem, problem_of
 
 if TYPE_CHECKING:
@@ -95,7 +98,7 @@ class Driver:
             request_id = f"{generation.request_id}-{place}"
             # In a thread: a long text takes its time, and other streams must go on meanwhile.
             tokens = await asyncio.to_thread(self._token_ids, prompt)
-            stream = self._engine.stream(tokens, generation.params, request_id=request_id)
+            stream = self._engine.stream(tokens, generation.params, request_id=request_id, priority=generation.priority)
             async with aclosing(stream) as deltas:
                 async for delta in deltas:
                     news.put_nowait((place, delta))
@@ -106,14 +109,51 @@ class Driver:
                 logger.exception("Request %s failed", generation.request_id)
             news.put_nowait(problem)
 
-    def _token_ids(self, prompt: Prompt) -> list[int]:
+    def _token_ids(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
+        """`add_special_tokens`: what the tokenizer adds around a text; a chat template writes all that there is."""
+        tokenizer = self._engine.tokenizer
         match prompt:
             case Chat():
-                return self._engine.tokenizer.render_chat(list(prompt.messages))
+                if prompt.tools and not tokenizer.knows_tools:
+                    raise InvalidRequestError("tools: the model's chat template does not write any", "tools")
+                return tokenizer.render_chat(
+                    prompt.messages,
+                    prompt.add_generation_prompt,
+                    prompt.tools or None,
+                    continue_final_message=prompt.continue_final_message,
+                    **prompt.variables,
+                )
             case str():
-                return self._engine.tokenizer.encode(prompt)
+                return tokenizer.encode(prompt, add_special_tokens)
             case _:
                 return prompt
+
+    async def tokenize(self, prompt: Prompt, add_special_tokens: bool) -> list[int] | Problem:
+        """The prompt's token ids, as a generation would take them."""
+        try:
+            return await asyncio.to_thread(self._token_ids, prompt, add_special_tokens)
+        except InvalidRequestError as error:
+            return problem_of(error)
+
+    async def detokenize(self, tokens: list[int]) -> str | Problem:
+        """The text of token ids, special tokens spelt out."""
+        try:
+            check_tokens("tokens", tokens, self._engine.info.vocab)
+            return await asyncio.to_thread(self._engine.tokenizer.decode, tokens, False)
+        except InvalidRequestError as error:
+            return problem_of(error)
+
+    def profile(self) -> Profile:
+        """Constant as long as the model is."""
+        tokenizer = self._engine.tokenizer
+        templates = tokenizer.template_sources
+        return Profile(
+            max_model_len=self._engine.max_length,
+            knows_tools=tokenizer.knows_tools,
+            tool_format=tool_format_of(templates),
+            reasons=reasons(templates),
+            special=tokenizer.special_tokens,
+        )
 
     def vocabulary(self) -> Vocabulary:
         """Constant as long as the model is. A model without a tokenizer has its tokens spelt by their ids."""

@@ -1,17 +1,25 @@
 """What crosses between the ingress and the driver deployment: plain data only."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from raysonar.driver.outputs import Delta
 from raysonar.driver.params import SamplingParams
+from raysonar.serving.parsers import ToolFormatName
 from raysonar.serving.problems import Problem
 
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages for the model's chat template, each {"role": ..., "content": ...}."""
+    """Messages for the model's chat template, each {"role": ..., "content": ...}; see ChatTemplate.render."""
 
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Whatever else the template reads."""
 
 
 Prompt = str | list[int] | Chat
@@ -24,8 +32,25 @@ class Generation:
     request_id: str
     prompts: list[Prompt]
     params: SamplingParams
+    priority: int = 0
+    """Lower values are served first."""
     whole: bool = False
     """All deltas may come in one batch at the end: nobody reads them earlier."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What the ingress has to know of the model."""
+
+    max_model_len: int
+    knows_tools: bool
+    """Whether the chat template writes tools."""
+    tool_format: ToolFormatName | None
+    """In which the chat template writes calls."""
+    reasons: bool
+    """Whether the chat template is that of a model that thinks before it answers."""
+    special: frozenset[str]
+    """Tokens that are left out of texts unless they are asked for."""
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from fastapi import FastAPI, Request
@@ -14,10 +15,14 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
 from starlette.exceptions import HTTPException
 
+from raysonar.config import ReasoningParserName, ToolParserName
 from raysonar.driver.outputs import Delta
+from raysonar.errors import InvalidRequestError
 from raysonar.observe.metrics import HTTP_REQUESTS
-from raysonar.serving.generation import Batch, Generation, Vocabulary
+from raysonar.serving.body import Body
+from raysonar.serving.generation import Batch, Generation, Profile, Vocabulary
 from raysonar.serving.metrics import CONTENT_TYPE, RayExporter, Source, StatusCounter, exposition, replica_labels
+from raysonar.serving.parsers import TOOL_FORMATS, AnswerFormat
 from raysonar.serving.problems import (
     MAX_BODY_BYTES,
     Problem,
@@ -30,6 +35,7 @@ from raysonar.serving.problems import (
 )
 from raysonar.serving.protocol import ChatBody, CompletionBody, GenerationBody
 from raysonar.serving.responses import Answer, ChatAnswer, CompletionAnswer, event
+from raysonar.serving.tokens import DetokenizeBody, TokenizeBody
 
 PROBE_TIMEOUT_S = 5.0
 """A driver that does not answer a probe for this long is not well."""
@@ -38,7 +44,9 @@ _STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cac
 """Events pass on at once, past caches and nginx."""
 
 Deltas = list[tuple[int, Delta]]
-Body = TypeVar("Body", bound=GenerationBody)
+GeneratingBody = TypeVar("GeneratingBody", bound=GenerationBody)
+AnyBody = TypeVar("AnyBody", bound=Body)
+Value = TypeVar("Value")
 logger = logging.getLogger("ray.serve")
 
 
@@ -46,8 +54,19 @@ logger = logging.getLogger("ray.serve")
 class Ingress:
     """Checks requests, hands them to the driver, and writes its deltas in OpenAI's shapes."""
 
-    def __init__(self, driver: DeploymentHandle[Any], model: str, max_ongoing: int, start_timeout_s: float) -> None:
-        """A request beyond `max_ongoing` is refused; one that no driver takes within `start_timeout_s` fails."""
+    def __init__(
+        self,
+        driver: DeploymentHandle[Any],
+        model: str,
+        max_ongoing: int,
+        start_timeout_s: float,
+        tool_parser: ToolParserName = "auto",
+        reasoning_parser: ReasoningParserName = "auto",
+    ) -> None:
+        """A request beyond `max_ongoing` is refused; one that no driver takes within `start_timeout_s` fails.
+
+        The parsers are those of ServiceConfig.
+        """
         self._driver = driver
         self._streaming_driver = driver.options(stream=True)
         self._model = model
@@ -55,7 +74,10 @@ class Ingress:
         self._start_timeout_s = start_timeout_s
         self._ongoing = 0
         self._created = int(time.time())
+        self._tool_parser = tool_parser
+        self._reasoning_parser = reasoning_parser
         self._vocabulary: Vocabulary | None = None
+        self._profile: Profile | None = None
         self._statuses: Counter[str] = Counter()
         self._labels = replica_labels(model)
         self._exporter = RayExporter(lambda: [(HTTP_REQUESTS, dict(self._statuses))], self._labels)
@@ -67,6 +89,8 @@ class Ingress:
         app.add_api_route("/v1/models/{model:path}", self.model)
         app.add_api_route("/v1/completions", self.completions, methods=["POST"])
         app.add_api_route("/v1/chat/completions", self.chat_completions, methods=["POST"])
+        app.add_api_route("/tokenize", self.tokenize, methods=["POST"])
+        app.add_api_route("/detokenize", self.detokenize, methods=["POST"])
         app.add_api_route("/health", self.health)
         app.add_api_route("/ready", self.ready)
         app.add_api_route("/metrics", self.metrics)
@@ -110,23 +134,64 @@ class Ingress:
 
     async def completions(self, request: Request) -> Response:
         """OpenAI's /v1/completions."""
-        return await self._respond(request, CompletionBody, CompletionAnswer)
+        return await self._respond(request, CompletionBody, self._completion_answer)
 
     async def chat_completions(self, request: Request) -> Response:
         """OpenAI's /v1/chat/completions."""
-        return await self._respond(request, ChatBody, ChatAnswer)
+        return await self._respond(request, ChatBody, self._chat_answer)
+
+    async def tokenize(self, request: Request) -> Response:
+        """A prompt's token ids."""
+        try:
+            body = await self._body(request, TokenizeBody)
+            profile = await self._model_profile()
+            tokens = await self._ask(self._driver.tokenize.remote(body.text, body.add_special_tokens is not False))
+            vocabulary = await self._vocabulary_of_model() if body.return_token_strs else None
+        except Exception as error:
+            return _problem_response(error)
+        spelt = vocabulary and [vocabulary.text(token) for token in tokens]
+        counts = {"count": len(tokens), "max_model_len": profile.max_model_len}
+        return JSONResponse({**counts, "tokens": tokens, "token_strs": spelt})
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of token ids."""
+        try:
+            body = await self._body(request, DetokenizeBody)
+            return JSONResponse({"prompt": await self._ask(self._driver.detokenize.remote(body.tokens))})
+        except Exception as error:
+            return _problem_response(error)
+
+    async def _body(self, request: Request, body_type: type[AnyBody]) -> AnyBody:
+        """The checked body of a request for this model."""
+        body = body_type.model_validate_json(await _read(request))
+        model = getattr(body, "model", None)
+        if model is not None and model != self._model:
+            raise model_not_found(model, self._model)
+        return body
+
+    async def _completion_answer(self, body: CompletionBody) -> Answer:
+        return CompletionAnswer(body, await self._vocabulary_of_model() if body.needs_vocabulary else None)
+
+    async def _chat_answer(self, body: ChatBody) -> Answer:
+        form = answer_format(body, await self._model_profile(), self._tool_parser, self._reasoning_parser)
+        needed = body.needs_vocabulary or form.reasons
+        return ChatAnswer(body, await self._vocabulary_of_model() if needed else None, form)
 
     async def _respond(
-        self, request: Request, body_type: type[Body], answer_type: Callable[[Body, Vocabulary | None], Answer]
+        self,
+        request: Request,
+        body_type: type[GeneratingBody],
+        make_answer: Callable[[GeneratingBody], Awaitable[Answer]],
     ) -> Response:
         """The answer, or what is wrong with the request, as long as no token is out."""
         try:
-            body = body_type.model_validate_json(await _read(request))
-            if body.model != self._model:
-                raise model_not_found(body.model, self._model)
+            body = await self._body(request, body_type)
             params = body.sampling()
-            answer = answer_type(body, await self._vocabulary_for(body))
-            deltas = self._generate(Generation(answer.id, body.prompts, params, whole=not body.stream))
+            answer = await make_answer(body)
+            if answer.spells_special_tokens:
+                params = replace(params, skip_special_tokens=False)
+            generation = Generation(answer.id, body.prompts, params, body.priority, whole=not body.stream)
+            deltas = self._generate(generation)
             if not body.stream:
                 async with aclosing(deltas):
                     return JSONResponse(answer.whole([news async for batch in deltas for news in batch]))
@@ -152,11 +217,25 @@ class Ingress:
             self._ongoing -= 1
             batches.cancel()  # type: ignore[no-untyped-call]
 
-    async def _vocabulary_for(self, body: GenerationBody) -> Vocabulary | None:
-        if body.needs_vocabulary and self._vocabulary is None:
-            async with asyncio.timeout(self._start_timeout_s):
-                self._vocabulary = await self._driver.vocabulary.remote()
+    async def _vocabulary_of_model(self) -> Vocabulary:
+        if self._vocabulary is None:
+            vocabulary: Vocabulary = await self._ask(self._driver.vocabulary.remote())
+            self._vocabulary = vocabulary
         return self._vocabulary
+
+    async def _model_profile(self) -> Profile:
+        if self._profile is None:
+            profile: Profile = await self._ask(self._driver.profile.remote())
+            self._profile = profile
+        return self._profile
+
+    async def _ask(self, answer: Awaitable[Value | Problem]) -> Value:
+        """What the driver answers, within the time that it has to start."""
+        async with asyncio.timeout(self._start_timeout_s):
+            value = await answer
+        if isinstance(value, Problem):
+            raise ProblemError(value)
+        return value
 
     async def _probe(self, status: str) -> Response:
         probe = cast(DeploymentResponse[None], self._driver.check_health.remote())
@@ -167,6 +246,23 @@ class Ingress:
             probe.cancel()  # type: ignore[no-untyped-call]
             return _problem_response(unavailable(f"The engine is not {status}", "engine_unavailable"))
         return JSONResponse({"status": status})
+
+
+def answer_format(
+    body: ChatBody, profile: Profile, tool_parser: ToolParserName, reasoning_parser: ReasoningParserName
+) -> AnswerFormat:
+    """What to look for in the answers to a request; the parsers are those of ServiceConfig.
+
+    Raises InvalidRequestError for tools whose calls would not be found.
+    """
+    tools = profile.tool_format if tool_parser == "auto" else None if tool_parser == "none" else tool_parser
+    if body.calls_tools and not profile.knows_tools:
+        raise InvalidRequestError("tools: the model's chat template does not write any", "tools")
+    if body.calls_tools and tools is None:
+        raise InvalidRequestError(f"tools: this server finds no calls in answers (tool_parser: {tool_parser})", "tools")
+    reasons = profile.reasons if reasoning_parser == "auto" else reasoning_parser != "none"
+    form = AnswerFormat(TOOL_FORMATS[tools] if tools and body.calls_tools else None, reasons)
+    return replace(form, spelt=bool(form.marks() & profile.special))
 
 
 async def _events(answer: Answer, first: Deltas, deltas: AsyncGenerator[Deltas]) -> AsyncGenerator[bytes]:

@@ -91,7 +91,10 @@ def _of_validation(error: ValidationError) -> Problem:
     if fault["type"] == "extra_forbidden":
         return Problem(400, f"Unknown parameter: {param!r}", param=param, code="unknown_parameter")
     if fault["type"] == "refused":
-        return Problem(400, fault["msg"], param=fault["ctx"]["param"], code=fault["ctx"]["code"])
+        inner, code = fault["ctx"]["param"], fault["ctx"]["code"]
+        if param is None:
+            return Problem(400, fault["msg"], param=inner, code=code)
+        return Problem(400, f"Invalid {param!r}: {fault['msg']}", param=f"{param}.{inner}", code=code)
     if param is None:
         return Problem(400, f"The body must be a JSON object: {fault['msg']}", code="invalid_type")
     return Problem(400, f"Invalid {param!r}: {fault['msg']}, got {_short(fault['input'])}", param=param)

@@ -7,12 +7,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, PlainValidator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, PlainValidator, WithJsonSchema, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
-from raysonar.driver.params import SamplingParams
+from raysonar.driver.params import MAX_STOPS, RANGES, SamplingParams
 from raysonar.errors import InvalidRequestError
-from raysonar.serving.generation import Chat, Prompt
+from raysonar.serving.body import Body, refused, wrong
+from raysonar.serving.generation import Prompt
+from raysonar.serving.messages import Message, TemplateVariables, Tool, chat_of, check_continuation
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions; a chat answer may run to the model's length."""
@@ -21,7 +24,7 @@ MAX_PROMPTS = 2048
 
 _PASSED = (
     "n temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty logit_bias seed stop "
-    "stop_token_ids include_stop_str_in_output ignore_eos min_tokens prompt_logprobs"
+    "stop_token_ids include_stop_str_in_output ignore_eos min_tokens prompt_logprobs skip_special_tokens"
 ).split()
 """Parameters that reach SamplingParams as they are."""
 
@@ -33,28 +36,34 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "function_call": ("none",),
     "functions": ([],),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
     "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
+    "spaces_between_special_tokens": (False,),
     "store": (False,),
     "suffix": ("",),
-    "tool_choice": ("none",),
-    "tools": ([],),
     "verbosity": (),
     "web_search_options": (),
 }
-"""OpenAI's parameters that are not supported, each with the values that ask for nothing."""
+"""Parameters that are not supported, each with the values that ask for nothing."""
 
-
-def _refused(param: str, message: str, code: str | None = None) -> PydanticCustomError:
-    """A fault of `param`, found where several parameters are looked at together."""
-    return PydanticCustomError("refused", message, {"param": param, "code": code})  # type: ignore[arg-type]
-
-
-def _wrong(message: str) -> PydanticCustomError:
-    return PydanticCustomError("wrong", message)  # type: ignore[arg-type]
+_TOKENS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": {"type": "string"}},
+        _TOKENS,
+        {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": _TOKENS},
+    ]
+}
+_STOP_STRING = {"type": "string", "minLength": 1}
+_STOP_SCHEMA = {"anyOf": [_STOP_STRING, {"type": "array", "maxItems": MAX_STOPS, "items": _STOP_STRING}]}
+_BIAS_SCHEMA = {
+    "type": "object",
+    "propertyNames": {"pattern": "^[0-9]+$"},
+    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+}
 
 
 def _tokens_of(value: object) -> list[int] | None:
@@ -74,7 +83,7 @@ def _prompts(value: object) -> list[str | list[int]]:
         prompts = [item if isinstance(item, str) else _tokens_of(item) for item in value]
         if all(prompt is not None for prompt in prompts) and len({type(prompt) for prompt in prompts}) == 1:
             return [prompt for prompt in prompts if prompt is not None]
-    raise _wrong(
+    raise wrong(
         "it must be a string, a list of strings, a list of token ids, or a list of lists of token ids; "
         f"none of the lists empty, and at most {MAX_PROMPTS} prompts"
     )
@@ -83,7 +92,7 @@ def _prompts(value: object) -> list[str | list[int]]:
 def _stop(value: object) -> tuple[str, ...]:
     strings = [value] if isinstance(value, str) else value
     if not isinstance(strings, list) or not all(isinstance(item, str) for item in strings):
-        raise _wrong("it must be a string or a list of strings")
+        raise wrong("it must be a string or a list of strings")
     return tuple(strings)
 
 
@@ -93,50 +102,16 @@ def _bias(value: object) -> dict[int, float]:
         token.isascii() and token.isdigit() and type(bias) in (int, float) for token, bias in value.items()
     ):
         return {int(token): bias for token, bias in value.items()}
-    raise _wrong("it must map token ids to numbers from -100 to 100")
+    raise wrong("it must map token ids to numbers from -100 to 100")
 
 
-def _content(value: object) -> str:
-    """A string, or parts of text joined."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and value:
-        for part in value:
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind != "text" or not isinstance(part.get("text"), str):
-                raise _wrong(f"only parts of type 'text' are supported, each with its 'text', not {kind!r}")
-        return "".join(part["text"] for part in value)
-    raise _wrong("it must be a string or a list of text parts")
+class StreamOptions(Body):
+    """How a stream ends."""
 
-
-class _Body(BaseModel):
-    """Strictly typed, null dropped, unknown and unsupported parameters refused."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_null(cls, values: object) -> object:
-        if not isinstance(values, dict):
-            return values
-        return {name: value for name, value in values.items() if value is not None}
-
-
-class StreamOptions(_Body):
     include_usage: bool = False
 
 
-class Message(_Body):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, PlainValidator(_content)]
-
-    @property
-    def plain(self) -> dict[str, str]:
-        """For the chat template, which knows a developer as the system."""
-        return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
-
-
-class GenerationBody(_Body, ABC):
+class GenerationBody(Body, ABC):
     """What both endpoints take. None stands for SamplingParams' own default."""
 
     model: str
@@ -150,15 +125,18 @@ class GenerationBody(_Body, ABC):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: Annotated[dict[int, float] | None, PlainValidator(_bias)] = None
+    logit_bias: Annotated[dict[int, float], PlainValidator(_bias), WithJsonSchema(_BIAS_SCHEMA)] | None = None
     seed: int | None = None
-    stop: Annotated[tuple[str, ...] | None, PlainValidator(_stop)] = None
-    stop_token_ids: list[int] | None = None
+    stop: Annotated[tuple[str, ...], PlainValidator(_stop), WithJsonSchema(_STOP_SCHEMA)] | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     max_tokens: int | None = None
     prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    """Lower values are served first."""
 
     @model_validator(mode="before")
     @classmethod
@@ -166,16 +144,31 @@ class GenerationBody(_Body, ABC):
         if not isinstance(values, dict):
             return values
         for name in _NEUTRAL.keys() & values.keys():
-            if values[name] is not None and values[name] not in _NEUTRAL[name]:
-                raise _refused(name, f"{name} is not supported by this server", "unsupported_parameter")
+            if not any(_same(values[name], neutral) for neutral in (None, *_NEUTRAL[name])):
+                raise refused(name, f"{name} is not supported by this server", "unsupported_parameter")
         return {name: value for name, value in values.items() if name not in _NEUTRAL and name not in _IGNORED}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """With the ranges of numbers, and the parameters that are looked at before the fields are."""
+        schema = super().__get_pydantic_json_schema__(core, handler)
+        properties = schema["properties"]
+        for name in properties.keys() & RANGES.keys():
+            low, high = RANGES[name]
+            lowest = "exclusiveMinimum" if name == "top_p" else "minimum"
+            properties[name]["anyOf"][0] |= {lowest: -1 if name == "top_k" else low, "maximum": high}
+        for name, neutral in _NEUTRAL.items():
+            properties.setdefault(name, {"enum": [None, *neutral]})
+        for name in _IGNORED:
+            properties.setdefault(name, {})
+        return schema
 
     @model_validator(mode="after")
     def _check_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise _refused("stream_options", "stream_options needs stream=true")
+            raise refused("stream_options", "stream_options needs stream=true")
         if self.prompt_logprobs is not None and self.stream:
-            raise _refused("prompt_logprobs", "prompt_logprobs is not supported with stream=true")
+            raise refused("prompt_logprobs", "prompt_logprobs is not supported with stream=true")
         return self
 
     @property
@@ -202,10 +195,21 @@ class GenerationBody(_Body, ABC):
         return {name: value for name, value in values.items() if value is not None}
 
 
+def _tool_choice(value: object) -> object:
+    if value == "required" or isinstance(value, dict):
+        raise wrong("only 'auto' and 'none' are supported: nothing can force the model to call a function")
+    return value
+
+
+def _same(value: object, other: object) -> bool:
+    """Equal as JSON: true is not 1."""
+    return type(value) is type(other) and value == other
+
+
 class CompletionBody(GenerationBody):
     """/v1/completions."""
 
-    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
+    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
     echo: bool = False
     logprobs: int | None = None
     best_of: int | None = None
@@ -213,7 +217,7 @@ class CompletionBody(GenerationBody):
     @model_validator(mode="after")
     def _check_best_of(self) -> Self:
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise _refused("best_of", "best_of is not supported, unless it equals n", "unsupported_parameter")
+            raise refused("best_of", "best_of is not supported, unless it equals n", "unsupported_parameter")
         return self
 
     @property
@@ -236,24 +240,38 @@ class CompletionBody(GenerationBody):
 class ChatBody(GenerationBody):
     """/v1/chat/completions."""
 
-    messages: list[Message]
+    messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
+    tools: list[Tool] = []  # noqa: RUF012
+    tool_choice: Annotated[Literal["auto", "none"], BeforeValidator(_tool_choice)] = "auto"
+    parallel_tool_calls: bool = True
+    """False passes on the first call only."""
+    include_reasoning: bool = True
+    """False leaves the reasoning out of the answer."""
+    add_generation_prompt: bool | None = None
+    """None: unless the last message is continued."""
+    continue_final_message: bool = False
+    chat_template_kwargs: TemplateVariables = {}  # noqa: RUF012
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
-        if not self.messages:
-            raise _refused("messages", "messages must not be empty")
         if self.top_logprobs is not None and not self.logprobs:
-            raise _refused("top_logprobs", "top_logprobs needs logprobs=true")
+            raise refused("top_logprobs", "top_logprobs needs logprobs=true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise _refused("max_tokens", "max_tokens and max_completion_tokens must not differ; give one of them")
+            raise refused("max_tokens", "max_tokens and max_completion_tokens must not differ; give one of them")
+        check_continuation(self)
         return self
 
     @property
     def prompts(self) -> list[Prompt]:
-        return [Chat(tuple(message.plain for message in self.messages))]
+        return [chat_of(self, self.tools if self.calls_tools else [])]
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether the answer may hold function calls."""
+        return bool(self.tools) and self.tool_choice != "none"
 
     @property
     def needs_vocabulary(self) -> bool:

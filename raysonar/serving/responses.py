@@ -10,10 +10,12 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from raysonar.driver.outputs import Acceptance, Delta, TokenLogprob
+from raysonar.serving.choices import ChoiceReader, Piece
 from raysonar.serving.generation import Vocabulary
+from raysonar.serving.parsers import THINK, AnswerFormat, is_thinking
 from raysonar.serving.protocol import ChatBody, CompletionBody, GenerationBody
 
 Json = dict[str, object]
@@ -21,6 +23,8 @@ Json = dict[str, object]
 DONE = b"data: [DONE]\n\n"
 _LEAST_LOGPROB = -9999.0
 """JSON has no infinity."""
+_TAIL_TOKENS = 16
+"""Enough to hold `<think>` and a line break, however they are split into tokens."""
 
 
 def event(data: Json) -> bytes:
@@ -35,6 +39,7 @@ class Usage:
     prompt: int = 0
     cached: int = 0
     completion: int = 0
+    reasoning: int = 0
     acceptance: Acceptance = Acceptance()
 
     def add(self, delta: Delta) -> None:
@@ -55,29 +60,11 @@ class Usage:
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": self.cached},
             "completion_tokens_details": {
+                "reasoning_tokens": self.reasoning,
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": sum(self.acceptance.drafted) - accepted,
             },
         }
-
-
-@dataclass
-class Piece:
-    """A part of a choice."""
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob | None] = field(default_factory=list)
-    """One a token, when asked for; None for a prompt's first token."""
-    finish_reason: str | None = None
-
-    def extend(self, later: "Piece") -> None:
-        """Add the choice's next piece."""
-        self.text += later.text
-        self.token_ids += later.token_ids
-        self.logprobs += later.logprobs
-        self.finish_reason = later.finish_reason
 
 
 class Answer(ABC):
@@ -96,6 +83,11 @@ class Answer(ABC):
         self._vocabulary = vocabulary or Vocabulary([])
         self._usage = Usage()
 
+    @property
+    def spells_special_tokens(self) -> bool:
+        """Whether special tokens have to be in the text, whatever the body says."""
+        return False
+
     @abstractmethod
     def _pieces(self, prompt: int, delta: Delta) -> Iterator[Piece]:
         """What a delta of the prompt's adds to its choices."""
@@ -108,7 +100,8 @@ class Answer(ABC):
 
     def _own_piece(self, prompt: int, delta: Delta) -> Piece:
         index = prompt * self._n + delta.index
-        return Piece(index, delta.text, delta.token_ids[:], [*(delta.logprobs or [])], delta.finish_reason)
+        logprobs: list[TokenLogprob | None] = [*(delta.logprobs or [])]
+        return Piece(index, delta.text, delta.token_ids[:], logprobs, delta.finish_reason, delta.stop_reason)
 
     def _head(self, kind: str) -> Json:
         return {"id": self.id, "object": kind, "created": self._created, "model": self.body.model}
@@ -119,7 +112,7 @@ class Answer(ABC):
         for prompt, delta in news:
             self._usage.add(delta)
             for piece in self._pieces(prompt, delta):
-                if piece.text or piece.logprobs or piece.finish_reason:
+                if piece.says_something:
                     choices = [self._chunk_choice(piece)]
                     events.append(event({**self._head(self.chunk_object), "choices": choices, **self._no_usage()}))
         return b"".join(events)
@@ -178,24 +171,75 @@ class ChatAnswer(Answer):
     chunk_object = "chat.completion.chunk"
     body: ChatBody
 
+    def __init__(self, body: ChatBody, vocabulary: Vocabulary | None, form: AnswerFormat | None = None) -> None:
+        """`form` says what to look for in the answer; with reasoning, the vocabulary is needed."""
+        super().__init__(body, vocabulary)
+        self._form = form or AnswerFormat()
+        self._readers: dict[int, ChoiceReader] = {}
+        self._opened = False
+
+    @property
+    def spells_special_tokens(self) -> bool:
+        return self._form.spelt
+
     def opening(self) -> bytes:
         """Each choice's role."""
         delta = {"role": "assistant", "content": ""}
         return b"".join(
-            event({**self._head(self.chunk_object), "choices": [_chat_choice(i, "delta", delta)], **self._no_usage()})
+            event(
+                {
+                    **self._head(self.chunk_object),
+                    "choices": [_chat_choice(Piece(i), "delta", delta)],
+                    **self._no_usage(),
+                }
+            )
             for i in range(self._n)
         )
 
     def _pieces(self, prompt: int, delta: Delta) -> Iterator[Piece]:
-        yield self._own_piece(prompt, delta)
+        piece = self._own_piece(prompt, delta)
+        if not self._form.looks_for_something:
+            yield piece
+            return
+        if delta.prompt_token_ids is not None:
+            self._opened = self._form.reasons and self._ends_in_reasoning(delta.prompt_token_ids)
+        if piece.index not in self._readers:
+            self._readers[piece.index] = ChoiceReader(
+                self._form,
+                opened=self._opened,
+                reasoning=self.body.include_reasoning,
+                parallel=self.body.parallel_tool_calls,
+            )
+        reader = self._readers[piece.index]
+        if self._form.reasons:
+            tokens = [self._vocabulary.tokens[token] for token in delta.token_ids]
+            self._usage.reasoning += reader.reasoning_tokens(tokens)
+        yield from reader.pieces(piece)
+
+    def _ends_in_reasoning(self, prompt: list[int]) -> bool:
+        """By what the chat template wrote last, or the message that goes on."""
+        if self.body.continue_final_message and is_thinking(self.body.messages[-1].content or ""):
+            return True
+        return self._vocabulary.decode(prompt[-_TAIL_TOKENS:]).rstrip().endswith(THINK)
 
     def _chunk_choice(self, piece: Piece) -> Json:
-        delta: Json = {"content": piece.text} if piece.text or piece.logprobs else {}
-        return _chat_choice(piece.index, "delta", delta, self._logprobs(piece), piece.finish_reason)
+        delta: Json = {}
+        if piece.reasoning:
+            delta["reasoning_content"] = piece.reasoning
+        elif piece.calls:
+            delta["tool_calls"] = [call.json(whole=False) for call in piece.calls]
+        elif piece.text or piece.logprobs:
+            delta["content"] = piece.text
+        return _chat_choice(piece, "delta", delta, self._logprobs(piece))
 
     def _whole_choice(self, piece: Piece) -> Json:
         message: Json = {"role": "assistant", "content": piece.text, "refusal": None}
-        return _chat_choice(piece.index, "message", message, self._logprobs(piece), piece.finish_reason)
+        if self._form.reasons:
+            message["reasoning_content"] = piece.reasoning or None
+        if piece.calls:
+            message["content"] = piece.text or None
+            message["tool_calls"] = [call.json(whole=True) for call in piece.calls]
+        return _chat_choice(piece, "message", message, self._logprobs(piece))
 
     def _logprobs(self, piece: Piece) -> Json | None:
         if not self.body.logprobs:
@@ -242,6 +286,7 @@ class CompletionAnswer(Answer):
             "text": piece.text,
             "logprobs": self._logprobs(piece),
             "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
         }
 
     _whole_choice = _chunk_choice
@@ -287,10 +332,14 @@ class _Offsets:
         return start
 
 
-def _chat_choice(
-    index: int, key: str, value: object, logprobs: Json | None = None, finish_reason: str | None = None
-) -> Json:
-    return {"index": index, key: value, "logprobs": logprobs, "finish_reason": finish_reason}
+def _chat_choice(piece: Piece, key: str, value: object, logprobs: Json | None = None) -> Json:
+    return {
+        "index": piece.index,
+        key: value,
+        "logprobs": logprobs,
+        "finish_reason": piece.finish_reason,
+        "stop_reason": piece.stop_reason,
+    }
 
 
 def _finite(logprob: float) -> float:

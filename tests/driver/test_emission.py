@@ -17,7 +17,7 @@ EOS = frozenset({1})
 class Letters:
     """Token 4 is "a", 5 is "b" and so on."""
 
-    def decode(self, ids):
+    def decode(self, ids, skip_special_tokens=True):
         return "".join(chr(ord("a") + token - 4) for token in ids if token >= 4)
 
 

@@ -41,12 +41,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.answers: list[Answer] = []
 
-    @rule(prompt=PROMPTS, tokens=st.integers(1, 30), prompt_logprobs=st.sampled_from([None, None, None, 1]))
-    def add(self, prompt, tokens, prompt_logprobs):
+    @rule(
+        prompt=PROMPTS,
+        tokens=st.integers(1, 30),
+        prompt_logprobs=st.sampled_from([None, None, None, 1]),
+        priority=st.integers(-1, 1),
+    )
+    def add(self, prompt, tokens, prompt_logprobs, priority):
         room = self.bench.limits.tokens - 1
         prompt = prompt[:room]
         tokens = min(tokens, room + 1 - len(prompt))
-        self.answers.append(self.bench.add(prompt, max_tokens=tokens, prompt_logprobs=prompt_logprobs))
+        self.answers.append(self.bench.add(prompt, priority, max_tokens=tokens, prompt_logprobs=prompt_logprobs))
 
     @precondition(lambda self: len(self.bench.plans) < self.bench.plans_in_flight)
     @rule()
@@ -113,6 +118,33 @@ def test_preempted_answers_say_the_same_and_the_earliest_is_never_preempted(plan
         assert len(bench.said[answer]) == 35
         bench.check_text(answer)
     assert bench.scheduler.pages.free == 20
+
+
+@pytest.mark.parametrize("plans_in_flight", [1, 2])
+def test_the_lowest_priority_value_is_never_preempted_however_late_it_came(plans_in_flight):
+    info = rank_info(pages=20, page_size=2, slots=6, max_model_len=41, k=3)
+    bench = Bench(info, plans_in_flight=plans_in_flight)
+    answers = [bench.add([number], -number, max_tokens=35) for number in range(6)]
+    bench.drain()
+    assert bench.scheduler.counters.preemptions > 0
+    assert answers[-1].admissions == 1
+    assert answers[0].admissions > 1
+    for answer in answers:
+        bench.check_text(answer)
+
+
+def test_waiting_answers_are_admitted_by_priority_then_arrival():
+    bench = Bench(rank_info(slots=1, k=0))
+    bench.add([1], max_tokens=3)
+    bench.plan()
+    order = [3, 0, -2, 0, -2]
+    answers = [bench.add([2], priority, max_tokens=1) for priority in order]
+    admitted = []
+    while bench.plans:
+        bench.run_one()
+        bench.plan()
+        admitted += [at for at, answer in enumerate(answers) if answer.slot >= 0 and at not in admitted]
+    assert admitted == [2, 4, 1, 3, 0]
 
 
 def test_a_plan_that_preempts_admits_nobody():

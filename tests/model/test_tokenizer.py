@@ -211,6 +211,62 @@ def test_the_conventions_of_templates_equal_transformers(tmp_path):
         assert "dropped" not in text
 
 
+CALLING = [
+    {"role": "user", "content": "How is Lima?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city":  "Lima"}'}}
+        ],
+    },
+    {"role": "tool", "tool_call_id": "1", "content": "Sunny."},
+]
+
+
+@pytest.mark.parametrize(
+    "arguments", ["call.function.arguments", "(call.function.arguments | tojson)", "call['function']['arguments']"]
+)
+def test_arguments_of_calls_are_written_as_the_model_wrote_them(tmp_path, arguments):
+    """Some templates take the text, others put it through tojson: neither quotes it again."""
+    folder = make_llama(tmp_path)
+    rewrite(
+        folder, chat_template="{% for call in messages[1].tool_calls %}{{ '<' + " + arguments + " + '>' }}{% endfor %}"
+    )
+    assert Tokenizer.from_folder(open_folder(folder)).chat_text(CALLING) == '<{"city":  "Lima"}>'
+
+
+def test_templates_that_tell_calls_by_a_null_content_see_it(tmp_path):
+    """As DeepSeek-V3's and R1's own; others have null left out, as in transformers."""
+    folder = make_llama(tmp_path)
+    for source, text in (
+        ("{{ 'calls' if messages[1]['content'] is none else 'words' }}", "calls"),
+        ("{{ 'missing' if messages[1].content is not defined else 'there' }}", "missing"),
+    ):
+        rewrite(folder, chat_template=source)
+        assert Tokenizer.from_folder(open_folder(folder)).chat_text(CALLING) == text
+
+
+def test_the_last_message_can_be_left_open(tmp_path):
+    folder = make_llama(tmp_path, tokenizer=False)
+    write_tokenizer(folder)
+    ours, theirs = Tokenizer.from_folder(open_folder(folder)), AutoTokenizer.from_pretrained(folder)
+    chat = [*CHAT[:-1], {"role": "assistant", "content": "the e"}]
+    text = ours.chat_text(chat, continue_final_message=True)
+    assert text.endswith("<|assistant|>the e")
+    assert text == theirs.apply_chat_template(chat, continue_final_message=True, tokenize=False)
+    rewrite(folder, chat_template="{{ messages[0].content }}")
+    with pytest.raises(InvalidRequestError, match="leaves the last message out"):
+        Tokenizer.from_folder(open_folder(folder)).chat_text(chat, continue_final_message=True)
+
+
+def test_templates_that_write_tools_are_known(tmp_path):
+    folder = make_llama(tmp_path)
+    for source, knows in (("{{ tools | tojson }}", True), ("{{ messages }}", False), ("{% set tools = 1 %}", False)):
+        rewrite(folder, chat_template=source)
+        assert Tokenizer.from_folder(open_folder(folder)).knows_tools is knows
+
+
 def test_named_templates_are_chosen_by_tools(tmp_path):
     folder = make_llama(tmp_path)
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]

@@ -1,16 +1,18 @@
 """One Serve for all tests of the service, serving a tiny random model over HTTP."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
-from ray import serve
+from ray import cloudpickle, serve
+from support import fake_rank, scripted
 from support.checkpoints import make_deepseek_v3
 from support.service import APPLICATION, MAX_ONGOING, MAX_WAITING, MODEL, SLOTS, Service, free_port
 
 from raysonar import Engine
+from raysonar.serving import app
 from raysonar.serving.app import build_app
 
 
@@ -43,6 +45,23 @@ def service(folder: Path, ray_cluster: None) -> Iterator[Service]:
         yield Service(f"http://127.0.0.1:{port}")
     finally:
         serve.shutdown()
+
+
+@pytest.fixture(scope="session")
+def start_scripted(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Service]:
+    """Serve a scripted model beside the other one: its name, its chat template, options of the service."""
+    for module in (fake_rank, scripted):
+        cloudpickle.register_pickle_by_value(module)
+
+    def start(name: str, template: str, *, special: bool = False, **options: object) -> Service:
+        folder = scripted.make_folder(tmp_path_factory.mktemp("scripted") / name, template=template, special=special)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(app, "Driver", scripted.ScriptedDriver)
+            application = build_app({"engine": {"model": str(folder)}, "max_ongoing_requests": 64, **options})
+        serve.run(application, name=name, route_prefix=f"/{name}")
+        return Service(f"{service.url}/{name}")
+
+    return start
 
 
 @pytest.fixture

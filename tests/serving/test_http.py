@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 import ray
-from support.service import APPLICATION, MAX_ONGOING, MODEL, Service
+from support.service import APPLICATION, MAX_ONGOING, MODEL, SLOTS, Service
 
 from raysonar import Engine, SamplingParams
 from raysonar.serving.problems import MAX_BODY_BYTES
@@ -124,7 +124,22 @@ REFUSED = [
     (CHAT, {"top_logprobs": 2}, "top_logprobs"),
     (CHAT, {"logprobs": True, "top_logprobs": 101}, "top_logprobs"),
     (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
-    (CHAT, {"tools": [{"type": "function"}]}, "tools"),
+    (CHAT, {"messages": [{"role": "tool", "content": None}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": "hi", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls[0].function"),
+    (CHAT, {"tools": [{"type": "function"}]}, "tools[0].function"),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": "two words"}}]}, "tools[0].function.name"),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    (CHAT, {"tool_choice": "required"}, "tool_choice"),
+    (CHAT, {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    (CHAT, {"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+    (CHAT, {"add_generation_prompt": True, "continue_final_message": True}, "add_generation_prompt"),
+    (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    (CHAT, {"chat_template_kwargs": 5}, "chat_template_kwargs"),
+    (CHAT, {"chat_template": "{{ messages }}"}, "chat_template"),
+    (CHAT, {"priority": 2**31}, "priority"),
+    (CHAT, {"skip_special_tokens": 0}, "skip_special_tokens"),
+    (CHAT, {"spaces_between_special_tokens": True}, "spaces_between_special_tokens"),
     (CHAT, {"audio": {"voice": "alloy"}}, "audio"),
     (CHAT, {"store": True}, "store"),
     (CHAT, {"prompt": "hi"}, "prompt"),
@@ -207,6 +222,112 @@ def test_prompt_logprobs_are_vllms_shape(http: httpx.Client, engine: Engine):
         assert next(iter(got)) == str(token)
         assert set(got) == {str(each) for each in {token, *want.top}}
         assert got[str(token)]["logprob"] == pytest.approx(want.logprob, abs=1e-3)
+
+
+def test_texts_and_chats_are_tokenized_as_they_would_be_continued(http: httpx.Client, engine: Engine):
+    tokenizer = engine.tokenizer
+    whole = http.post("/tokenize", json={"prompt": "hi thére", "return_token_strs": True}).json()
+    tokens = tokenizer.encode("hi thére")
+    assert (whole["tokens"], whole["count"], whole["max_model_len"]) == (tokens, len(tokens), engine.max_length)
+    assert whole["token_strs"][0] == "<|bos|>"
+    bare = http.post("/tokenize", json={"model": MODEL, "prompt": "hi", "add_special_tokens": False}).json()
+    assert bare["tokens"] == tokenizer.encode("hi", add_special_tokens=False)
+    assert bare["token_strs"] is None
+    for prompted in (True, False):
+        body = {"messages": MESSAGES, "add_generation_prompt": prompted}
+        assert http.post("/tokenize", json=body).json()["tokens"] == tokenizer.render_chat(MESSAGES, prompted)
+    answer = http.post(CHAT, json={"model": MODEL, "messages": MESSAGES, "max_tokens": 1}).json()
+    assert answer["usage"]["prompt_tokens"] == len(tokenizer.render_chat(MESSAGES))
+
+
+def test_tokens_are_detokenized_with_the_special_ones(http: httpx.Client, engine: Engine):
+    tokens = engine.tokenizer.encode("Grüße 🙂")
+    assert http.post("/detokenize", json={"model": MODEL, "tokens": tokens}).json() == {"prompt": "<|bos|>Grüße 🙂"}
+    assert http.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/tokenize", {}, 400, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": MESSAGES}, 400, "prompt"),
+        ("/tokenize", {"prompt": ["a"]}, 400, "prompt"),
+        ("/tokenize", {"prompt": "a", "model": "other"}, 404, "model"),
+        ("/tokenize", {"prompt": "a", "continue_final_message": True}, 400, "continue_final_message"),
+        ("/tokenize", {"messages": []}, 400, "messages"),
+        ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, 400, "add_special_tokens"),
+        ("/tokenize", {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
+        ("/tokenize", {"messages": [{"role": "system", "content": "a"}, *MESSAGES] * 2}, 400, "messages"),
+        ("/detokenize", {}, 400, "tokens"),
+        ("/detokenize", {"tokens": [99999]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, 400, "tokens[0]"),
+        ("/detokenize", {"tokens": [1], "nope": 1}, 400, "nope"),
+    ],
+)
+def test_what_cannot_be_tokenized_is_refused_by_name(
+    http: httpx.Client, path: str, body: dict[str, Any], status: int, param: str
+):
+    response = http.post(path, json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (status, param)
+
+
+def test_a_request_id_comes_back_and_there_always_is_one(http: httpx.Client):
+    body = {"model": MODEL, "prompt": "The", "max_tokens": 1}
+    for path, sent in ((COMPLETIONS, body), (COMPLETIONS, {**body, "stream": True}), (COMPLETIONS, {}), ("/nope", {})):
+        assert http.post(path, json=sent, headers={"X-Request-Id": "my-id.1"}).headers["x-request-id"] == "my-id.1"
+    first, second = (http.post(COMPLETIONS, json=body).headers["x-request-id"] for _ in range(2))
+    assert first != second
+
+
+def test_special_tokens_are_shown_when_they_are_asked_for(http: httpx.Client):
+    body = {"model": MODEL, "prompt": "The", "max_tokens": 3, "logit_bias": {"2": 100}, "temperature": 0}
+    shown = http.post(COMPLETIONS, json=body | {"skip_special_tokens": False}).json()
+    assert shown["choices"][0]["text"] == "<|user|>" * 3
+    assert http.post(COMPLETIONS, json=body).json()["choices"][0]["text"] == ""
+
+
+def test_the_last_message_can_be_gone_on_with(http: httpx.Client, engine: Engine):
+    messages = [*MESSAGES, {"role": "assistant", "content": "The capital"}]
+    options = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+    body = {"model": MODEL, "messages": messages, "continue_final_message": True, **options}
+    prompt = engine.tokenizer.chat_text(MESSAGES) + "The capital"
+    expected = engine.generate(engine.tokenizer.encode(prompt, add_special_tokens=False), SamplingParams(**options))[0]
+    answer = http.post(CHAT, json=body).json()
+    assert answer["choices"][0]["message"]["content"] == expected.text
+    assert answer["usage"]["prompt_tokens"] == len(expected.prompt_token_ids)
+
+
+def test_why_an_answer_stopped_is_said(http: httpx.Client):
+    body = {"model": MODEL, "prompt": "The", "temperature": 0, "logit_bias": {"70": 100}, "max_tokens": 5}
+    choice = http.post(COMPLETIONS, json=body | {"stop_token_ids": [70]}).json()["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", 70)
+    choice = http.post(COMPLETIONS, json=body).json()["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
+
+
+def test_urgent_requests_are_served_first(service: Service):
+    """All slots are taken when they arrive; who finishes first tells who was first."""
+
+    async def ask() -> list[str]:
+        finished: list[str] = []
+        async with httpx.AsyncClient(base_url=service.url, timeout=60.0) as client:
+
+            async def one(name: str, **body: Any) -> None:
+                response = await client.post(COMPLETIONS, json={"model": MODEL, "ignore_eos": True, **body})
+                assert response.status_code == 200
+                finished.append(name)
+
+            async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+                group.create_task(one("long", prompt=["The"] * SLOTS, max_tokens=400))
+                await asyncio.to_thread(service.wait_until, lambda stats: stats.running == SLOTS)
+                for waiting, (name, priority) in enumerate((("low", 5), ("middle", 0), ("high", -5)), 1):
+                    prompts = [name] * SLOTS
+                    group.create_task(one(name, prompt=prompts, max_tokens=50, priority=priority))
+                    arrived = waiting * SLOTS
+                    await asyncio.to_thread(service.wait_until, lambda stats: stats.waiting >= arrived)  # noqa: B023
+        return finished
+
+    assert asyncio.run(ask()) == ["long", "high", "middle", "low"]
 
 
 def test_probes_answer(http: httpx.Client):

@@ -34,6 +34,7 @@ SAMPLING: dict[str, Any] = {
     "min_tokens": 2,
     "max_tokens": 9,
     "prompt_logprobs": 1,
+    "skip_special_tokens": False,
 }
 EXPECTED = {**SAMPLING, "logit_bias": {5: 2.5}}
 

@@ -82,6 +82,7 @@ def test_a_chat_stream_adds_up_to_the_whole_answer(n: int, cuts: list[int], toge
     assert (usage["choices"], usage["usage"]) == ([], whole["usage"])
     assert whole["usage"]["completion_tokens"] == n * len(TEXT.encode())
     assert whole["usage"]["completion_tokens_details"] == {
+        "reasoning_tokens": 0,
         "accepted_prediction_tokens": 3 * n,
         "rejected_prediction_tokens": 2 * n,
     }

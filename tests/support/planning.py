@@ -54,7 +54,7 @@ class Bench:
         self.said: dict[Answer, list[int]] = {}
         self.open: list[Answer] = []
 
-    def add(self, prompt: list[int], **params: object) -> Answer:
+    def add(self, prompt: list[int], priority: int = 0, **params: object) -> Answer:
         """Queue a prompt."""
         request = make_request(
             request_id=str(next(_ids)),
@@ -63,6 +63,7 @@ class Bench:
             params=SamplingParams(**params),
             limits=self.limits,
             sink=lambda _: None,
+            priority=priority,
         )
         answer = request.answers[0]
         self.said[answer] = []

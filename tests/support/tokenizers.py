@@ -1,9 +1,10 @@
 """A tiny byte-level BPE tokenizer in the Hugging Face layout, trained on the spot: deterministic, no download."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 BOS, EOS, USER, ASSISTANT = "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>"
 SPECIALS = [BOS, EOS, USER, ASSISTANT]
@@ -39,6 +40,8 @@ def write_tokenizer(
     add_bos: bool = True,
     template: str | None = TEMPLATE,
     template_file: bool = False,
+    added: Sequence[str] = (),
+    special: bool = False,
 ) -> Path:
     """tokenizer.json and tokenizer_config.json with at most `vocab_size` tokens (at least 260: bytes and specials).
 
@@ -46,6 +49,7 @@ def write_tokenizer(
         add_bos: text is encoded with the beginning-of-sequence token in front.
         template: the chat template, None for none.
         template_file: write it to chat_template.jinja instead of into tokenizer_config.json.
+        added: further tokens, behind all others; `special` ones are left out of decoded texts.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -59,6 +63,7 @@ def write_tokenizer(
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B:1", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
         )
+    tokenizer.add_tokens([AddedToken(text, normalized=False, special=special) for text in added])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     values: dict[str, object] = {

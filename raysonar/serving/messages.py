@@ -1,0 +1,170 @@
+"""The conversation of a chat request: messages and tools as OpenAI has them, and as a chat template takes them."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Protocol
+
+from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
+
+from raysonar.serving.body import Body, refused, wrong
+from raysonar.serving.generation import Chat
+
+_TEXT_PARTS = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+        "required": ["type", "text"],
+    },
+}
+
+
+def _content(value: object) -> str:
+    """A string, or parts of text joined."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value:
+        for part in value:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind != "text" or not isinstance(part.get("text"), str):
+                raise wrong(f"only parts of type 'text' are supported, each with its 'text', not {kind!r}")
+        return "".join(part["text"] for part in value)
+    raise wrong("it must be a string or a list of text parts")
+
+
+Content = Annotated[str, PlainValidator(_content), WithJsonSchema({"anyOf": [{"type": "string"}, _TEXT_PARTS]})]
+
+
+class CalledFunction(Body):
+    """The name and the arguments of a call, as the model wrote them."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(Body):
+    """A call that the model made earlier in the conversation."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+    """Streams have it; clients that put a message together from one send it back."""
+
+
+class Message(Body):
+    """One message."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    tool_calls: list[ToolCall] | None = None
+    """Of an assistant's."""
+    tool_call_id: str | None = None
+    """Of a tool's: which call it answers."""
+    reasoning_content: str | None = None
+    """Of an assistant's; DeepSeek's templates leave it out."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, values: object) -> object:
+        """What OpenAI's client sends of an assistant's message that it got, where it is empty."""
+        if not isinstance(values, dict):
+            return values
+        empty = {"refusal", "audio", "function_call", "annotations"}
+        return {name: value for name, value in values.items() if name not in empty or value not in (None, [])}
+
+    @model_validator(mode="after")
+    def _check(self) -> "Message":
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise refused(
+                "content", f"content is required in a message of the {self.role}", "missing_required_parameter"
+            )
+        for name in ("tool_calls", "reasoning_content"):
+            if getattr(self, name) and self.role != "assistant":
+                raise refused(name, f"{name} belongs to messages of the assistant, not of the {self.role}")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise refused("tool_call_id", f"tool_call_id belongs to messages of a tool, not of the {self.role}")
+        return self
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """For the chat template, which knows a developer as the system."""
+        values = self.model_dump(exclude_none=True, exclude={"tool_calls": {"__all__": {"index"}}})
+        if not self.tool_calls:
+            values.pop("tool_calls", None)
+        return values | {"role": "system" if self.role == "developer" else self.role}
+
+
+class Function(Body):
+    """What the model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema."""
+    strict: bool | None = None
+    """The template sees it; arguments are not held to the schema."""
+
+
+class Tool(Body):
+    """A function."""
+
+    type: Literal["function"]
+    function: Function
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """For the chat template, as it was sent."""
+        return self.model_dump(exclude_none=True)
+
+
+RESERVED = frozenset(
+    "messages tools documents add_generation_prompt continue_final_message chat_template tokenize".split()
+)
+"""What chat_template_kwargs cannot set: it comes from other parameters, or from the model's folder."""
+
+
+def _variables(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise wrong("it must be an object of variables for the chat template")
+    if taken := sorted(RESERVED & value.keys()):
+        raise wrong(f"it cannot set {', '.join(taken)}")
+    return value
+
+
+TemplateVariables = Annotated[
+    dict[str, Any],
+    PlainValidator(_variables),
+    WithJsonSchema({"type": "object", "propertyNames": {"not": {"enum": sorted(RESERVED)}}}),
+]
+
+
+class Conversation(Protocol):
+    """What a body says of how its messages are written."""
+
+    @property
+    def messages(self) -> list[Message] | None: ...
+    @property
+    def add_generation_prompt(self) -> bool | None: ...
+    @property
+    def continue_final_message(self) -> bool: ...
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any]: ...
+
+
+def check_continuation(body: Conversation) -> None:
+    """Raises the fault of a conversation whose end is asked for in two ways."""
+    if body.continue_final_message and body.add_generation_prompt:
+        raise refused("add_generation_prompt", "add_generation_prompt and continue_final_message exclude each other")
+
+
+def chat_of(body: Conversation, tools: Sequence[Tool]) -> Chat:
+    """For the driver, which has the chat template."""
+    prompted = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
+    return Chat(
+        tuple(message.plain for message in body.messages or ()),
+        tools=tuple(tool.plain for tool in tools),
+        add_generation_prompt=prompted,
+        continue_final_message=body.continue_final_message,
+        variables=body.chat_template_kwargs,
+    )
