@@ -143,14 +143,14 @@ class Communicator:
             dist.all_gather(parts, padded, group=self._row)
         return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
 
-    def exchange_counts(self, counts: torch.Tensor) -> torch.Tensor:
-        """int64 [world], what this rank has for each rank -> int64 [world], what each rank has for this one."""
+    def exchange_counts(self, counts: torch.Tensor) -> tuple[torch.Tensor, Transfer]:
+        """int64 [world], what this rank has for each rank -> int64 [world], what each rank has for this one, once the
+        transfer has ended."""
         if self._world is None:
-            return counts
+            return counts, Transfer("counts", self.track, ())
         received = torch.empty_like(counts)
-        with self.track.waiting("exchange of counts"):
-            dist.all_to_all_single(received, counts, group=self._world)
-        return received
+        work = dist.all_to_all_single(received, counts, group=self._world, async_op=True)
+        return received, Transfer("counts", self.track, (work,))
 
     def exchange(self, name: str, outgoing: list[torch.Tensor], incoming: list[torch.Tensor]) -> Transfer:
         """Start sending a tensor to, and receiving one from, every other rank; empty ones do not travel.

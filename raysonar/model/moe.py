@@ -8,7 +8,7 @@ from raysonar.model.batch import Batch
 from raysonar.model.mlp import Mlp
 from raysonar.model.spec import MoeSpec
 from raysonar.model.weights import WHOLE, Weights
-from raysonar.moe.all_to_all import dispatch
+from raysonar.moe.all_to_all import Tokens, dispatch
 from raysonar.moe.executor import Pass
 from raysonar.moe.experts import Experts
 from raysonar.moe.placement import Placement, initial_placement
@@ -115,15 +115,8 @@ class Moe:
         """The experts of all ranks on this rank's tokens, and this rank's experts on all ranks' tokens."""
         communicator = self._communicators[batch.half]
         track = communicator.track
-        with track.span("send to experts"):
-            sent = dispatch(
-                communicator,
-                hidden=part,
-                experts=slots,
-                weights=weights,
-                total_experts=len(self.placement.experts),
-                capacities=batch.capacities,
-            )
+        tokens = Tokens(hidden=part, experts=slots, weights=weights, total_experts=len(self.placement.experts))
+        sent = yield from dispatch(communicator, tokens, batch.capacities)
         shared = self._share(part, track)
         yield
         routed = sent.wait()

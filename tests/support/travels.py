@@ -14,7 +14,7 @@ import torch.distributed as dist
 from raysonar.kernels.fp8 import dequantize_rows, quantize_rows
 from raysonar.model.folder import open_folder
 from raysonar.model.loading import load_model
-from raysonar.moe.all_to_all import dispatch
+from raysonar.moe.all_to_all import Tokens, dispatch
 from raysonar.moe.communicator import Communicator, Place, Transfer, Wire, share
 from raysonar.moe.experts import Experts
 
@@ -102,14 +102,8 @@ class Trip:
         own = self.slices()[rank]
         hidden, experts, weights = (each[own] for each in self.inputs())
         serve = self.make_experts(self.owned(rank))
-        sent = dispatch(
-            communicator,
-            hidden=hidden,
-            experts=experts,
-            weights=weights,
-            total_experts=self.experts,
-            capacities=self.capacities,
-        )
+        tokens = Tokens(hidden=hidden, experts=experts, weights=weights, total_experts=self.experts)
+        sent = yield from dispatch(communicator, tokens, self.capacities)
         yield None
         routed = sent.wait()
         combine = sent.combine(serve(routed.hidden, routed.experts, routed.weights))
@@ -122,7 +116,7 @@ class Recording(Communicator):
 
     calls: list[Call]
 
-    def exchange_counts(self, counts: torch.Tensor) -> torch.Tensor:
+    def exchange_counts(self, counts: torch.Tensor) -> tuple[torch.Tensor, Transfer]:
         self.calls.append(("counts",))
         return super().exchange_counts(counts)
 
@@ -156,10 +150,9 @@ def interleave(rank: int, halves: list[Trip], seed: int) -> list[torch.Tensor]:
     for trip, communicator in zip(halves, recorders(rank, halves[0].tensor), strict=True):
         communicator.calls = []
         going.append(trip.go(communicator))
-    order = [0, 0, 0, 1, 1, 1]
-    random.Random(seed).shuffle(order)
-    outs: dict[int, torch.Tensor] = {}
-    for half in order:
+    turns, outs = random.Random(seed), dict[int, torch.Tensor]()
+    while len(outs) < 2:
+        half = turns.choice([half for half in (0, 1) if half not in outs])
         out = next(going[half])
         if out is not None:
             outs[half] = out
