@@ -52,22 +52,29 @@ def of_one_rank(k: int) -> tuple[list[list[int]], Acceptance]:
         return answers(made)
 
 
-@pytest.mark.parametrize(
-    ("tensor", "data", "k", "micro_batching"),
-    [(1, 2, 1, "never"), (2, 1, 3, "always"), (2, 2, 1, "always"), (1, 4, 3, "never"), (1, 2, 0, "always")],
-)
-def test_every_layout_gives_the_text_and_the_acceptance_of_one_rank(
-    tensor: int, data: int, k: int, micro_batching: str
+@pytest.mark.parametrize("k", [0, 1, 3])
+@pytest.mark.parametrize(("tensor", "data"), [(1, 2), (2, 1), (2, 2), (1, 4)])
+def test_every_layout_split_or_not_gives_the_text_and_the_acceptance_of_one_rank(
+    tensor: int, data: int, k: int
 ) -> None:
-    layout = {"tensor_parallel": tensor, "data_parallel": data, "micro_batching": micro_batching}
-    with engine(speculative_tokens=k, **layout) as made:
+    """With the prefix cache in every other case. A lone request leaves a half and the other rows' ranks empty."""
+    layout = {"tensor_parallel": tensor, "data_parallel": data, "micro_batching": "never"}
+    caching = (tensor + data + k) % 2 == 0
+    expected, acceptance_of_one = of_one_rank(k)
+    assert expected == of_one_rank(0)[0]
+    with engine(speculative_tokens=k, prefix_caching=caching, **layout) as made:
         assert len({pid for _, pid in made.info.processes} - {os.getpid()}) == tensor * data
-        ids, acceptance = answers(made)
-        again, _ = answers(made)
-        assert made.stats().prefix_hit_tokens > 0
-    assert ids == again == of_one_rank(0)[0]
-    assert acceptance.rates == pytest.approx(of_one_rank(k)[1].rates, abs=0.01)
-    assert all(drafted > 20 for drafted in acceptance.drafted)
+        for policy, halves in (("never", 1), ("always", 2)):
+            made.micro_batching = policy
+            ids, acceptance = answers(made)
+            assert ids == expected
+            assert acceptance.rates == pytest.approx(acceptance_of_one.rates, abs=0.01)
+            assert all(drafted > 20 for drafted in acceptance.drafted)
+            assert made.steps.last()[-1].halves == halves
+        lone = made.tokenizer.render_chat([{"role": "user", "content": QUESTIONS[0]}])
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        assert made.generate(lone, params)[0].token_ids == expected[0]
+        assert (made.stats().prefix_hit_tokens > 0) == caching
 
 
 @pytest.mark.parametrize(("tensor", "data"), [(1, 2), (2, 1)])
