@@ -9,11 +9,14 @@ MLA with 8 heads, one MTP module. 130 M parameters, seeded. Every weight matrix 
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+Config = Mapping[str, object]
 
 CONFIG: dict[str, object] = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -51,13 +54,13 @@ CONFIG: dict[str, object] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-SIZE = {name: value for name, value in CONFIG.items() if isinstance(value, int)}
 
 
 class RandomWeights:
     """Seeded tensors by their name in the checkpoint."""
 
-    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: Config, seed: int, dtype: torch.dtype) -> None:
+        self.size = {name: value for name, value in config.items() if isinstance(value, int)}
         self.generator = torch.Generator().manual_seed(seed)
         self.dtype = dtype
         self.tensors: dict[str, torch.Tensor] = {}
@@ -71,15 +74,15 @@ class RandomWeights:
 
     def mlp(self, name: str, intermediate: int) -> None:
         for part in ("gate_proj", "up_proj"):
-            self.linear(f"{name}.{part}", intermediate, SIZE["hidden_size"])
-        self.linear(f"{name}.down_proj", SIZE["hidden_size"], intermediate)
+            self.linear(f"{name}.{part}", intermediate, self.size["hidden_size"])
+        self.linear(f"{name}.down_proj", self.size["hidden_size"], intermediate)
 
     def attention(self, name: str) -> None:
-        hidden, heads, rope = SIZE["hidden_size"], SIZE["num_attention_heads"], SIZE["qk_rope_head_dim"]
-        nope, value, latent = SIZE["qk_nope_head_dim"], SIZE["v_head_dim"], SIZE["kv_lora_rank"]
-        self.linear(f"{name}.q_a_proj", SIZE["q_lora_rank"], hidden)
-        self.norm(f"{name}.q_a_layernorm", SIZE["q_lora_rank"])
-        self.linear(f"{name}.q_b_proj", heads * (nope + rope), SIZE["q_lora_rank"])
+        hidden, heads, rope = self.size["hidden_size"], self.size["num_attention_heads"], self.size["qk_rope_head_dim"]
+        nope, value, latent = self.size["qk_nope_head_dim"], self.size["v_head_dim"], self.size["kv_lora_rank"]
+        self.linear(f"{name}.q_a_proj", self.size["q_lora_rank"], hidden)
+        self.norm(f"{name}.q_a_layernorm", self.size["q_lora_rank"])
+        self.linear(f"{name}.q_b_proj", heads * (nope + rope), self.size["q_lora_rank"])
         self.linear(f"{name}.kv_a_proj_with_mqa", latent + rope, hidden)
         self.norm(f"{name}.kv_a_layernorm", latent)
         self.linear(f"{name}.kv_b_proj", heads * (nope + value), latent)
@@ -87,22 +90,22 @@ class RandomWeights:
 
     def block(self, index: int) -> None:
         name = f"model.layers.{index}"
-        self.norm(f"{name}.input_layernorm", SIZE["hidden_size"])
+        self.norm(f"{name}.input_layernorm", self.size["hidden_size"])
         self.attention(f"{name}.self_attn")
-        self.norm(f"{name}.post_attention_layernorm", SIZE["hidden_size"])
-        if index < SIZE["first_k_dense_replace"]:
-            self.mlp(f"{name}.mlp", SIZE["intermediate_size"])
+        self.norm(f"{name}.post_attention_layernorm", self.size["hidden_size"])
+        if index < self.size["first_k_dense_replace"]:
+            self.mlp(f"{name}.mlp", self.size["intermediate_size"])
             return
-        experts, intermediate = SIZE["n_routed_experts"], SIZE["moe_intermediate_size"]
-        self.linear(f"{name}.mlp.gate", experts, SIZE["hidden_size"])
+        experts, intermediate = self.size["n_routed_experts"], self.size["moe_intermediate_size"]
+        self.linear(f"{name}.mlp.gate", experts, self.size["hidden_size"])
         bias = 0.01 * torch.randn(experts, generator=self.generator)
         self.tensors[f"{name}.mlp.gate.e_score_correction_bias"] = bias
         for expert in range(experts):
             self.mlp(f"{name}.mlp.experts.{expert}", intermediate)
-        self.mlp(f"{name}.mlp.shared_experts", intermediate * SIZE["n_shared_experts"])
+        self.mlp(f"{name}.mlp.shared_experts", intermediate * self.size["n_shared_experts"])
 
     def mtp(self, index: int) -> None:
-        name, hidden = f"model.layers.{index}", SIZE["hidden_size"]
+        name, hidden = f"model.layers.{index}", self.size["hidden_size"]
         self.block(index)
         self.norm(f"{name}.enorm", hidden)
         self.norm(f"{name}.hnorm", hidden)
@@ -112,19 +115,19 @@ class RandomWeights:
         self.tensors[f"{name}.shared_head.head.weight"] = self.tensors["lm_head.weight"].clone()
 
     def model(self) -> None:
-        self.linear("model.embed_tokens", SIZE["vocab_size"], SIZE["hidden_size"])
-        self.linear("lm_head", SIZE["vocab_size"], SIZE["hidden_size"])
-        self.norm("model.norm", SIZE["hidden_size"])
-        for index in range(SIZE["num_hidden_layers"]):
+        self.linear("model.embed_tokens", self.size["vocab_size"], self.size["hidden_size"])
+        self.linear("lm_head", self.size["vocab_size"], self.size["hidden_size"])
+        self.norm("model.norm", self.size["hidden_size"])
+        for index in range(self.size["num_hidden_layers"]):
             self.block(index)
-        for module in range(SIZE["num_nextn_predict_layers"]):
-            self.mtp(SIZE["num_hidden_layers"] + module)
+        for module in range(self.size["num_nextn_predict_layers"]):
+            self.mtp(self.size["num_hidden_layers"] + module)
 
 
-def write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path, vocab: int) -> None:
     """Byte-level tokens for text, and a made-up word for every other id, so that every id can be shown."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [f"Ġw{number}" for number in range(SIZE["vocab_size"] - len(alphabet) - 2)]
+    words = [f"Ġw{number}" for number in range(vocab - len(alphabet) - 2)]
     vocabulary = {token: number for number, token in enumerate(["<bos>", "<eos>", *alphabet, *words])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.add_special_tokens(["<bos>", "<eos>"])
@@ -135,16 +138,22 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(names, indent=2))
 
 
-def write_checkpoint(folder: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> int:
-    """Writes config.json, model.safetensors and a tokenizer; returns the number of parameters."""
+def write_model(folder: Path, config: Config, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> int:
+    """Writes config.json and model.safetensors; returns the number of parameters."""
     folder.mkdir(parents=True, exist_ok=True)
-    weights = RandomWeights(seed, dtype)
+    weights = RandomWeights(config, seed, dtype)
     weights.model()
     name = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"torch_dtype": name}, indent=2))
+    (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": name}, indent=2))
     save_file(weights.tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    write_tokenizer(folder)
     return sum(tensor.numel() for tensor in weights.tensors.values())
+
+
+def write_checkpoint(folder: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> int:
+    """The model of this benchmark and a tokenizer; returns the number of parameters."""
+    parameters = write_model(folder, CONFIG, dtype, seed)
+    write_tokenizer(folder, int(str(CONFIG["vocab_size"])))
+    return parameters
 
 
 def main() -> None:

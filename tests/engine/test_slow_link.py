@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.hosts import network, ray_nodes, unavailable
+from overlap.hosts import ray_nodes, unavailable
+from support.hosts import network
 
 from raysonar import Engine, SamplingParams
 from raysonar.demo import TARGET

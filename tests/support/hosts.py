@@ -1,130 +1,27 @@
-"""Several hosts on one machine: network namespaces on a bridge, with a Ray node in each, behind links of a known rate.
+"""Hosts on a bridge, behind links of a known rate; see `overlap.hosts`."""
 
-Needs root and iproute2. What is started here is ended by its own process ids and names.
-"""
-
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
-RAY = Path(sys.executable).with_name("ray")
-
-
-def unavailable() -> str | None:
-    """Why there can be no hosts here; None when there can."""
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    if not (shutil.which("ip") and shutil.which("tc")):
-        return "network namespaces need iproute2 (ip, tc)"
-    probe = subprocess.run(["ip", "netns", "add", "raysonar-probe"], capture_output=True, text=True, check=False)
-    subprocess.run(["ip", "netns", "del", "raysonar-probe"], capture_output=True, check=False)
-    return f"no network namespaces here: {probe.stderr.strip()}" if probe.returncode else None
-
-
-def _run(command: str) -> None:
-    subprocess.run(command.split(), check=True, capture_output=True, timeout=30)
-
-
-class Hosts:
-    """Hosts 0 .. count - 1 with addresses 10.77.0.1 and so on."""
-
-    def __init__(self, count: int) -> None:
-        self.names = [f"raysonar{number}" for number in range(count)]
-
-    def address(self, number: int) -> str:
-        return f"10.77.0.{number + 1}"
-
-    def start(self, number: int, command: list[str], log: Path, **environment: str) -> subprocess.Popen[bytes]:
-        """Start a command on a host, as the leader of its own process group."""
-        with log.open("wb") as output:
-            return subprocess.Popen(
-                ["ip", "netns", "exec", self.names[number], *command],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **environment},
-                start_new_session=True,
-            )
+from overlap.hosts import Hosts, namespaces, run
 
 
 @contextmanager
 def network(count: int, rate: str) -> Iterator[Hosts]:
     """Hosts joined by a bridge; everything that a host sends or is sent passes its link at `rate` (as tc spells it)."""
     hosts = Hosts(count)
-    with ExitStack() as stack:
-        for name in ("raysonar-switch", *hosts.names):
-            _run(f"ip netns add {name}")
-            stack.callback(_run, f"ip netns del {name}")
-            _run(f"ip -n {name} link set lo up")
-        _run("ip -n raysonar-switch link add br0 type bridge")
-        _run("ip -n raysonar-switch link set br0 up")
-        shape = f"root tbf rate {rate} burst 128kb limit 64mb"
+    switch = f"{hosts.name}-switch"
+    shape = f"root tbf rate {rate} burst 128kb limit 64mb"
+    with namespaces(hosts), ExitStack() as stack:
+        run(f"ip netns add {switch}")
+        stack.callback(run, f"ip netns del {switch}")
+        run(f"ip -n {switch} link add br0 type bridge")
+        run(f"ip -n {switch} link set br0 up")
         for number, name in enumerate(hosts.names):
-            _run(f"ip link add name eth0 netns {name} type veth peer name p{number} netns raysonar-switch")
-            _run(f"ip -n {name} addr add {hosts.address(number)}/24 dev eth0")
-            _run(f"ip -n {name} link set eth0 up")
-            _run(f"ip -n raysonar-switch link set p{number} master br0 up")
-            _run(f"ip netns exec {name} tc qdisc add dev eth0 {shape}")
-            _run(f"ip netns exec raysonar-switch tc qdisc add dev p{number} {shape}")
+            run(f"ip link add name eth0 netns {name} type veth peer name p{number} netns {switch}")
+            run(f"ip -n {name} addr add {hosts.address(number)}/24 dev eth0")
+            run(f"ip -n {name} link set eth0 up")
+            run(f"ip -n {switch} link set p{number} master br0 up")
+            run(f"ip netns exec {name} tc qdisc add dev eth0 {shape}")
+            run(f"ip netns exec {switch} tc qdisc add dev p{number} {shape}")
         yield hosts
-
-
-@contextmanager
-def ray_nodes(hosts: Hosts, folder: Path, cpus: int) -> Iterator[str]:
-    """A Ray node on each host, the head on the first; gives the cluster's address."""
-    head = f"{hosts.address(0)}:6379"
-    common = [f"--num-cpus={cpus}", "--object-store-memory=80000000", "--disable-usage-stats", "--block"]
-    common.append("--include-log-monitor=false")
-    settings = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
-    with ExitStack() as stack:
-        # Ray's sockets want a shorter path than pytest's folders have
-        sockets = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
-        for number in range(len(hosts.names)):
-            own = [f"--node-ip-address={hosts.address(number)}"]
-            if number:
-                own.append(f"--address={head}")
-            else:
-                own += ["--head", "--port=6379", "--include-dashboard=false", f"--temp-dir={sockets}"]
-            log = folder / f"node-{number}.log"
-            node = hosts.start(number, [str(RAY), "start", *own, *common], log, **settings)
-            stack.callback(_end, node)
-            _await(log, "Ray runtime started", node)  # one after the other: nodes that start together race
-        yield head
-
-
-def _await(log: Path, sign: str, process: subprocess.Popen[bytes], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while sign not in log.read_text():
-        assert process.poll() is None, f"a Ray node ended: {log.read_text()}"
-        assert time.monotonic() < deadline, f"a Ray node did not start: {log.read_text()}"
-        time.sleep(0.1)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a command and all that it has started."""
-    tree = _descendants(process.pid)
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait(10)
-    for pid in tree:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-
-
-def _descendants(pid: int) -> list[int]:
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except FileNotFoundError:
-        return []
-    return [each for child in children for each in (int(child), *_descendants(int(child)))]
