@@ -1,6 +1,7 @@
 """The bundled demo model with 0 to 4 draft tokens a step: tokens/s, acceptance, and what a simple model predicts.
 
     python benchmarks/speculation.py --threads 2
+    python benchmarks/speculation.py --threads 2 --draft-model raysonar/demo/draft --drafts 0 1 3 5
 
 Prompts are questions in phrasings held out of training whose answers are long; every side answers the same ones, cut
 at the same length, in turn. Decode tokens/s is over the tokens after the first of each answer. The model:
@@ -8,8 +9,8 @@ at the same length, in turn. Decode tokens/s is over the tokens after the first 
     speed-up = (1 + a) / (1 + x),    x = (verify(k) + draft(k) - verify(0)) / step(0)
 
 a: accepted drafts a row and step; verify, draft: mean times of a full decode step, from the engine's step records
-(verify has the draft's first k - 1 tokens in it, draft is its run over the verified batch); step(0): the whole time of
-a step without speculation, the driver's share included. Ratios are medians over rounds of the rounds' ratios.
+(verify has the draft's runs for single tokens in it, draft is its run over the verified batch); step(0): the whole time
+of a step without speculation, the driver's share included. Ratios are medians over rounds of the rounds' ratios.
 """
 
 import argparse
@@ -113,8 +114,9 @@ def report(batch: int, drafts: int, timings: Sequence[Timing], base: Sequence[Ti
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Measure MTP speculation on the demo model.")
+    parser = argparse.ArgumentParser(description="Measure speculation on the demo model.")
     parser.add_argument("--model", type=Path, default=TARGET)
+    parser.add_argument("--draft-model", type=Path, help="drafts in place of the MTP module")
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="the first is the base")
@@ -133,6 +135,7 @@ def main() -> None:
                 dtype=options.dtype,
                 threads=options.threads,
                 speculative_tokens=drafts,
+                draft_model=options.draft_model if drafts else None,
                 max_running=max(options.batches),
                 prefix_caching=False,
             ),

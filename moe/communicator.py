@@ -143,6 +143,13 @@ class Communicator:
             dist.all_gather(parts, padded, group=self._row)
         return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
 
+    def broadcast_over_row(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensor of the row's first rank, in place."""
+        if self._row is not None:
+            with self.track.waiting("broadcast over row"):
+                dist.broadcast(x, group_src=0, group=self._row)
+        return x
+
     def exchange_counts(self, counts: torch.Tensor) -> tuple[torch.Tensor, Transfer]:
         """int64 [world], what this rank has for each rank -> int64 [world], what each rank has for this one, once the
         transfer has ended."""

@@ -9,6 +9,8 @@ from raysonar.errors import ConfigurationError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 MtpHidden = Literal["auto", "pre_norm", "post_norm"]
+MTP_TOKENS = 4
+"""Draft tokens of an MTP module at the most."""
 ToolParserName = Literal["auto", "none", "deepseek_v3", "deepseek_v3.1"]
 ReasoningParserName = Literal["auto", "none", "deepseek_r1"]
 MicroBatching = Literal["auto", "never", "always"]
@@ -31,16 +33,34 @@ class CacheConfig(_Frozen):
 
 
 class SpeculationConfig(_Frozen):
-    """Multi-token-prediction speculation."""
+    """Speculation: with the model's own multi-token-prediction (MTP) module, or with a draft model."""
 
-    tokens: Annotated[int, Field(ge=0, le=4)] | None = None
-    """Draft tokens a step, k; 0 switches speculation off; None is 1 for a model with an MTP module, else 0."""
+    draft: Path | None = None
+    """A Hugging Face folder: a dense Llama with the model's tokenizer, which drafts; None: the MTP module does."""
+    tokens: Annotated[int, Field(ge=0, le=8)] | None = None
+    """Draft tokens a step, k, at most 4 of an MTP module; 0 switches speculation off. None is 3 with a draft model, 1
+    with an MTP module, else 0."""
     hidden: MtpHidden = "auto"
     """Which of the target's hidden states feeds the MTP module, before or after the final norm; "auto" takes what the
     model's folder says (`mtp_hidden` in config.json), else before the norm."""
     recycled: MtpHidden = "auto"
     """Which of the MTP module's own hidden states feeds its next draft token, before or after `shared_head.norm`;
     "auto" takes the same as `hidden`."""
+
+    @model_validator(mode="after")
+    def _one_scheme(self) -> Self:
+        if self.draft is None:
+            if self.tokens is not None and self.tokens > MTP_TOKENS:
+                raise ValueError(
+                    f"tokens: {self.tokens} is for a draft model; an MTP module drafts at most {MTP_TOKENS}"
+                )
+            return self
+        if self.tokens == 0:
+            raise ValueError("draft: a draft model that drafts 0 tokens; leave it out, or give 1 or more tokens")
+        for name in ("hidden", "recycled"):
+            if getattr(self, name) != "auto":
+                raise ValueError(f"{name}: it is for the MTP module, which does not run beside a draft model")
+        return self
 
 
 class SchedulingConfig(_Frozen):

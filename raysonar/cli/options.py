@@ -40,11 +40,12 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """The group "engine"."""
     group = parser.add_argument_group("engine")
+    group.add_argument("--draft-model", metavar="FOLDER", help="a small dense Llama that drafts for the model")
     group.add_argument(
         "--speculative-tokens",
         type=int,
         metavar="K",
-        help="draft tokens a step, 0 to 4 (default: 1 with an MTP module, else 0)",
+        help="draft tokens a step, 0 to 8 (default: 3 with a draft model, 1 with an MTP module, else 0)",
     )
     group.add_argument(
         "--dtype",
@@ -105,10 +106,10 @@ def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 def engine_values(options: argparse.Namespace) -> dict[str, Any]:
     """EngineConfig's fields."""
-    drafts = options.speculative_tokens
+    speculation = (("draft", options.draft_model), ("tokens", options.speculative_tokens))
     return {
         **given(options, "model", "dtype", "device", "threads", "max_model_len"),
-        "speculation": {} if drafts is None else {"tokens": drafts},
+        "speculation": {field: value for field, value in speculation if value is not None},
         "scheduling": given(options, "max_running", "token_budget"),
         "parallel": {
             field: value

@@ -43,8 +43,8 @@ def _serve(options: argparse.Namespace) -> None:
     from raysonar.serving.app import application_args, with_demo_model
     from raysonar.serving.local import Listening, run_service
 
-    if options.model is not None:  # Ray's processes have working directories of their own
-        options.model = os.path.abspath(options.model)
+    for name, folder in given(options, "model", "draft_model").items():
+        setattr(options, name, os.path.abspath(folder))  # Ray's processes have working directories of their own
     values: dict[str, Any] = {**given(options, "model_name"), "engine": engine_values(options)}
     if not options.dry_run:
         refuse_without_dry_run(options, "config", "json", "device_memory")

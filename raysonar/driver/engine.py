@@ -129,6 +129,7 @@ class Engine:
         device: str = "auto",
         threads: int | None = None,
         max_model_len: int | None = None,
+        draft_model: str | PathLike[str] | None = None,
         speculative_tokens: int | None = None,
         mtp_hidden: MtpHidden = "auto",
         mtp_recycled: MtpHidden = "auto",
@@ -162,7 +163,12 @@ class Engine:
                 cache=CacheConfig(
                     page_size=page_size, pages=pages, memory_bytes=cache_bytes, prefix_caching=prefix_caching
                 ),
-                speculation=SpeculationConfig(tokens=speculative_tokens, hidden=mtp_hidden, recycled=mtp_recycled),
+                speculation=SpeculationConfig(
+                    draft=None if draft_model is None else Path(draft_model),
+                    tokens=speculative_tokens,
+                    hidden=mtp_hidden,
+                    recycled=mtp_recycled,
+                ),
                 scheduling=SchedulingConfig(
                     max_running=max_running,
                     token_budget=token_budget,

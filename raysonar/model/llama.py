@@ -75,5 +75,10 @@ class LlamaLayer:
 def load_llama(spec: LlamaSpec, weights: Weights, *, max_positions: int) -> Transformer:
     """Llama 2, 3 and their like."""
     layers = [LlamaLayer(spec, weights, layer) for layer in range(spec.layers)]
-    shape = (spec.kv_heads // weights.place.tensor, 2 * spec.head_dim)
+    shape = cache_shape(spec, weights.place.tensor)
     return Transformer(spec, weights, layers=layers, cache_shape=shape, max_positions=max_positions)
+
+
+def cache_shape(spec: LlamaSpec, tensor: int = 1) -> tuple[int, int]:
+    """(kv_heads, width) of a layer's cache entry on one of `tensor` ranks that share the heads."""
+    return spec.kv_heads // tensor, 2 * spec.head_dim

@@ -77,7 +77,7 @@ def check_mtp(folder: ModelFolder, wanted: bool) -> None:
     if wanted and not folder.has_mtp:
         raise ConfigurationError(
             f"speculation.tokens: {folder.path} has no MTP module (num_nextn_predict_layers); "
-            "use 0 speculative tokens, or a model that has one (DeepSeek V3, R1)"
+            "use 0 speculative tokens, a draft model (speculation.draft), or a model that has one (DeepSeek V3, R1)"
         )
 
 

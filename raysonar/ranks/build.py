@@ -16,16 +16,22 @@ from raysonar.model.checkpoint import CheckpointReader
 from raysonar.model.folder import ModelFolder, open_folder
 from raysonar.model.loading import LoadedModel, load_model
 from raysonar.model.spec import DeepseekSpec
+from raysonar.model.transformer import Transformer
 from raysonar.model.weights import Weights
-from raysonar.moe.communicator import Communicator
+from raysonar.moe.communicator import Communicator, Place
 from raysonar.observe.timeline import Timeline
 from raysonar.ranks.channel import RankInfo
+from raysonar.ranks.draft_model import check_draft_model, draft_cache_shapes
 from raysonar.ranks.rank import Rank
 from raysonar.ranks.slots import SlotTable
+from raysonar.speculation.draft import Draft
 from raysonar.speculation.mtp import MtpDraft
 from raysonar.speculation.sampler import SamplingTable
+from raysonar.speculation.target_draft import LedDraft, TargetDraft
 
 _DEVICES = 'use "auto", "cpu" or "cuda"'
+DRAFT_MODEL_TOKENS = 3
+"""Draft tokens of a draft model unless told otherwise."""
 SMALL_CHECKPOINT = 64 << 20
 """Bytes up to which dtype "auto" is float32 on a CPU: a small bf16 matrix product costs oneDNN 10 us more than it takes
 in fp32. Measured on the demo model: a decode step of 2.9 ms in fp32, of 4.4 ms in bf16."""
@@ -40,6 +46,13 @@ class Terms:
     dtype: torch.dtype
     max_model_len: int
     speculative_tokens: int
+    draft: ModelFolder | None
+    """Of the draft model, where there is one."""
+
+    @property
+    def mtp(self) -> bool:
+        """Whether the target's MTP module drafts."""
+        return self.speculative_tokens > 0 and self.draft is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +60,12 @@ class Memory:
     """The cache and the tables of a rank, and the draft with what it carries."""
 
     cache: KvCache
+    pages: int
     page_bytes: int
+    """Of one page in all layers of this rank, a draft model's too."""
     slots: SlotTable
     sampling: SamplingTable
-    draft: MtpDraft | None
+    draft: Draft | None
 
 
 @contextmanager
@@ -81,13 +96,16 @@ def build_rank(
         dtype=terms.dtype,
         device=terms.device,
         communicators=communicators,
-        mtp=terms.speculative_tokens > 0,
+        mtp=terms.mtp,
         max_positions=terms.max_model_len,
         redundant_experts=redundant_experts(config.parallel),
         progress=progress,
     )
-    memory = allocate(config, terms, model, terms.device)
-    pages = memory.cache.scratch_page
+    draft = None
+    if has_draft_model(terms, communicators[0].place):
+        draft = load_draft_model(terms, progress=progress)
+    memory = allocate(config, terms, model, draft, communicators[0], terms.device)
+    pages = memory.pages
     info = RankInfo(
         max_model_len=terms.max_model_len,
         pages=pages,
@@ -115,6 +133,19 @@ def _wait_for_cuda() -> None:
     torch.cuda.current_stream().synchronize()
 
 
+def has_draft_model(terms: Terms, place: Place) -> bool:
+    """A draft model is whole on the first rank of each data-parallel row, and nowhere else."""
+    return terms.draft is not None and place.tensor_rank == 0
+
+
+def load_draft_model(terms: Terms, *, progress: bool) -> Transformer:
+    """In the target's dtype, whose batches it shares."""
+    assert terms.draft is not None
+    return load_model(
+        terms.draft, dtype=terms.dtype, device=terms.device, max_positions=terms.max_model_len, progress=progress
+    ).target
+
+
 def redundant_experts(parallel: ParallelConfig) -> int | None:
     """A layer's expert slots beyond one an expert; None when experts stay where they are."""
     return parallel.redundant_experts if parallel.rebalance_steps else None
@@ -129,29 +160,50 @@ def _balancer(terms: Terms, model: LoadedModel, communicators: Sequence[Communic
     return ExpertBalancer(model.moe_layers, communicators[0], open_weights)
 
 
-def settle(config: EngineConfig, folder: ModelFolder, device: torch.device) -> Terms:
-    """Raises ConfigurationError for what the model cannot do."""
+def settle(config: EngineConfig, folder: ModelFolder, device: torch.device, *, weights: bool = True) -> Terms:
+    """Raises ConfigurationError for what the model cannot do. weights: False does with a draft model without any."""
+    max_model_len = _max_model_len(config, folder)
+    draft = None
+    if config.speculation.draft is not None:
+        draft = open_folder(config.speculation.draft, weights=weights)
+        check_draft_model(draft, folder, max_model_len)
     return Terms(
         folder=folder,
         device=device,
         dtype=_dtype(config, folder, device),
-        max_model_len=_max_model_len(config, folder),
+        max_model_len=max_model_len,
         speculative_tokens=_speculative_tokens(config, folder),
+        draft=draft,
     )
 
 
-def allocate(config: EngineConfig, terms: Terms, model: LoadedModel, device: torch.device) -> Memory:
-    """Everything but the weights. Raises ConfigurationError when the cache's bytes do not hold two pages."""
+def allocate(
+    config: EngineConfig,
+    terms: Terms,
+    model: LoadedModel,
+    draft: Transformer | None,
+    communicator: Communicator,
+    device: torch.device,
+) -> Memory:
+    """Everything but the weights. Raises ConfigurationError when the cache's bytes do not hold two pages.
+
+    draft: the draft model, on a rank that has it. The number of pages is the same on the ranks that do not.
+    """
     slots, page_size = config.scheduling.max_running, config.cache.page_size
     pages_per_slot = -(-terms.max_model_len // page_size)
     one_page = page_bytes(model.cache_shapes, page_size, terms.dtype)
-    pages = _pages(config.cache, one_page, slots * pages_per_slot)
-    cache = KvCache(model.cache_shapes, pages=pages, page_size=page_size, dtype=terms.dtype, device=device)
+    draft_page = page_bytes(draft_cache_shapes(terms.draft), page_size, terms.dtype)
+    pages = _pages(config.cache, one_page + draft_page, slots * pages_per_slot)
+
+    def make_cache(shapes: list[tuple[int, int]]) -> KvCache:
+        return KvCache(shapes, pages=pages, page_size=page_size, dtype=terms.dtype, device=device)
+
+    cache = make_cache(model.cache_shapes)
     sampling = SamplingTable(slots, terms.folder.spec.vocab, device)
-    draft = None
+    scheme: Draft | None = None
     if model.mtp is not None:
         post_norm, recycle_post_norm = _hidden_choice(config, terms.folder)
-        draft = MtpDraft(
+        scheme = MtpDraft(
             model.target,
             model.mtp,
             cache,
@@ -160,10 +212,20 @@ def allocate(config: EngineConfig, terms: Terms, model: LoadedModel, device: tor
             post_norm=post_norm,
             recycle_post_norm=recycle_post_norm,
         )
+    elif terms.draft is not None:
+        own = TargetDraft(draft, make_cache(draft.cache_shapes), sampling) if draft is not None else None
+        scheme = own if communicator.place.tensor == 1 else LedDraft(own, sampling, communicator)
     # a row writes up to 1 + k tokens behind its last known one
     length = terms.max_model_len + terms.speculative_tokens + 1
     table = SlotTable(slots, length, pages_per_slot, device)
-    return Memory(cache=cache, page_bytes=one_page, slots=table, sampling=sampling, draft=draft)
+    return Memory(
+        cache=cache,
+        pages=pages,
+        page_bytes=one_page + (draft_page if draft is not None else 0),
+        slots=table,
+        sampling=sampling,
+        draft=scheme,
+    )
 
 
 def check_split(folder: ModelFolder, parallel: ParallelConfig) -> None:
@@ -228,8 +290,10 @@ def _dtype(config: EngineConfig, folder: ModelFolder, device: torch.device) -> t
 
 
 def _speculative_tokens(config: EngineConfig, folder: ModelFolder) -> int:
-    tokens = config.speculation.tokens
-    return int(folder.has_mtp) if tokens is None else tokens
+    speculation = config.speculation
+    if speculation.tokens is not None:
+        return speculation.tokens
+    return int(folder.has_mtp) if speculation.draft is None else DRAFT_MODEL_TOKENS
 
 
 def _max_model_len(config: EngineConfig, folder: ModelFolder) -> int:

@@ -1,6 +1,5 @@
 """One rank: it takes plans, verifies, publishes, and drafts."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,21 +16,9 @@ from raysonar.ranks.layout import Layout
 from raysonar.ranks.logprobs import answer_logprobs, prompt_logprobs
 from raysonar.ranks.slots import SlotTable
 from raysonar.speculation.acceptance import accept
-from raysonar.speculation.mtp import DraftRows, MtpDraft
+from raysonar.speculation.draft import Draft, DraftRows, Verified
 from raysonar.speculation.sampler import SamplingTable
 from raysonar.step import SECONDS, StepPlan, StepResult, Tracing
-
-
-@dataclass(frozen=True)
-class _Verified:
-    """A verified batch that the draft has yet to run over."""
-
-    batches: list[Batch]
-    positions: torch.Tensor
-    hidden: torch.Tensor
-    token_slots: torch.Tensor
-    sampling_slots: torch.Tensor
-    last: torch.Tensor
 
 
 class _Stopwatch:
@@ -58,13 +45,13 @@ class Rank:
         cache: KvCache,
         slots: SlotTable,
         sampling: SamplingTable,
-        draft: MtpDraft | None,
+        draft: Draft | None,
         timeline: Timeline,
         balancer: ExpertBalancer | None = None,
     ) -> None:
         self._target, self._cache, self._slots = model.target, cache, slots
         self._sampling, self._draft, self._balancer = sampling, draft, balancer
-        self._verified: _Verified | None = None
+        self._verified: Verified | None = None
         self.timeline = timeline
         self._draft_seconds = (0.0, 0.0)
         """The last draft run, and what of it was exposed."""
@@ -104,8 +91,14 @@ class Rank:
             sampling_drafts = layout.drafts[layout.sampling]
             count, tokens = accept(rows, scores, positions, drafts, sampling_drafts, draft_scores)
             last = self._commit(layout, slots, starts, count, tokens)
-        self._verified = _Verified(
-            batches, all_positions, hidden, token_slots, slots[self._upload(layout.sampling)], last
+        self._verified = Verified(
+            batches=batches,
+            inputs=tokens_in,
+            positions=all_positions,
+            token_slots=token_slots,
+            hidden=hidden,
+            slots=slots[self._upload(layout.sampling)],
+            last=last,
         )
         answer = answer_logprobs(layout, self._slots, logits, tokens)
         seconds = np.array([(timeline.plan_wait / 1e9, *watch.seconds(), *self._draft_seconds)], SECONDS)
@@ -118,9 +111,8 @@ class Rank:
         if verified is None or self._draft is None:
             return
         watch = _Stopwatch(self.timeline)
-        shifted = self._slots.tokens[verified.token_slots, verified.positions + 1].long()
         with self.timeline.frame.span("draft"):
-            self._draft.refill(shifted, verified.hidden, verified.batches, verified.sampling_slots, verified.last)
+            self._draft.refill(verified, self._slots.tokens)
         self._draft_seconds = watch.seconds()
 
     def _admit(self, plan: StepPlan) -> None:

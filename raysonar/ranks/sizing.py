@@ -15,7 +15,16 @@ from raysonar.model.loading import build_model, check_mtp
 from raysonar.model.spec import ModelSpec
 from raysonar.model.weights import Slices, Weights
 from raysonar.moe.communicator import Communicator, Place
-from raysonar.ranks.build import Terms, allocate, check_split, parse_device, redundant_experts, settle
+from raysonar.ranks.build import (
+    Terms,
+    allocate,
+    check_split,
+    has_draft_model,
+    parse_device,
+    redundant_experts,
+    settle,
+)
+from raysonar.ranks.draft_model import check_tokenizers
 
 USABLE = 0.9
 """The share of a rank's memory that it may plan to fill; activations, communication and the runtime need the rest."""
@@ -129,6 +138,7 @@ class GroupSize:
             "tensor": self.tensor,
             "data": self.data,
             "speculative_tokens": self.terms.speculative_tokens,
+            "draft": None if self.terms.draft is None else str(self.terms.draft.path),
             "max_model_len": self.terms.max_model_len,
             "slots": self.slots,
             "weights": {**rank.weights, "total": rank.weight_bytes},
@@ -165,7 +175,8 @@ class GroupSize:
         ]
         sums = ("weights", "tables", "KV cache", "in all", "may be filled")
         lines = [f"{self.model}: {ranks}, {_name(terms.dtype)} on {terms.device}"]
-        lines.append(f"draft tokens a step: {terms.speculative_tokens}")
+        by = f", by {terms.draft.path}" if terms.draft is not None else ""
+        lines.append(f"draft tokens a step: {terms.speculative_tokens}{by}")
         lines += [f"note: {note}" for note in self.notes]
         lines.append("bytes of a rank (of the largest, where shares differ):")
         for name, size, remark in rows:
@@ -187,8 +198,10 @@ def size_group(config: EngineConfig, *, memory: int | None = None) -> GroupSize:
     """
     folder = open_folder(config.model, weights=False)
     check_split(folder, config.parallel)
-    terms = settle(config, folder, parse_device(config))
-    check_mtp(folder, terms.speculative_tokens > 0)
+    terms = settle(config, folder, parse_device(config), weights=False)
+    check_mtp(folder, terms.mtp)
+    if terms.draft is not None:
+        check_tokenizers(terms.draft, folder)
     parallel = config.parallel
     available = _memory(terms.device, parallel.world) if memory is None else memory
     return GroupSize(
@@ -205,23 +218,29 @@ def size_group(config: EngineConfig, *, memory: int | None = None) -> GroupSize:
 
 def size_rank(config: EngineConfig, terms: Terms, place: Place) -> RankSize:
     """Build the rank that stands at `place` without any memory, and count. The first ranks' shares are the largest."""
-    weights = _Ledger(terms, place, redundant_experts(config.parallel))
+    spec, positions = terms.folder.spec, terms.max_model_len
+    weights = _Ledger(spec, terms.dtype, place, redundant=redundant_experts(config.parallel))
+    draft, rotation = None, 0
     with torch.inference_mode():
-        mtp = terms.speculative_tokens > 0
-        model = build_model(terms.folder.spec, weights, mtp=mtp, max_positions=terms.max_model_len)
-        memory = allocate(config, terms, model, _META)
+        model = build_model(spec, weights, mtp=terms.mtp, max_positions=positions)
+        if has_draft_model(terms, place) and terms.draft is not None:
+            whole = _Ledger(terms.draft.spec, terms.dtype, Place(), kind="draft model")
+            draft = build_model(terms.draft.spec, whole, mtp=False, max_positions=positions).target
+            weights.take(whole)
+            rotation = draft.rotation.nbytes
+        memory = allocate(config, terms, model, draft, weights.communicators[0], _META)
     tables = {
         "slots": held_bytes(memory.slots),
         "sampling": held_bytes(memory.sampling),
-        "rotary embeddings": model.target.rotation.nbytes,
+        "rotary embeddings": model.target.rotation.nbytes + rotation,
     }
-    if memory.draft is not None:
+    if terms.mtp:
         tables["carried by the draft"] = held_bytes(memory.draft)
     return RankSize(
         weights=dict(weights.bytes),
         parameters=weights.parameters,
         tables=tables,
-        pages=memory.cache.scratch_page,
+        pages=memory.pages,
         page_bytes=memory.page_bytes,
     )
 
@@ -248,29 +267,41 @@ class _Shapes:
 class _Ledger(Weights):
     """Gives modules shapes, and keeps account of them by kind."""
 
-    def __init__(self, terms: Terms, place: Place, redundant: int | None) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        place: Place,
+        *,
+        redundant: int | None = None,
+        kind: str | None = None,
+    ) -> None:
+        """kind: of all tensors; None tells them apart by their names."""
         communicators = [Communicator(place, None, None)] * 2  # never used: nothing runs on the meta device
-        super().__init__(
-            _Shapes(), dtype=terms.dtype, device=_META, communicators=communicators, redundant_experts=redundant
-        )
-        self._spec: ModelSpec = terms.folder.spec
+        super().__init__(_Shapes(), dtype=dtype, device=_META, communicators=communicators, redundant_experts=redundant)
+        self._layers, self._kind = spec.layers, kind
         self.bytes: Counter[str] = Counter()
         self.parameters = 0
+
+    def take(self, other: "_Ledger") -> None:
+        """Add another model's account to this one."""
+        self.bytes += other.bytes
+        self.parameters += other.parameters
 
     def tensor(
         self, name: str, *shape: int, dtype: torch.dtype | None = None, select: Slices | None = None
     ) -> torch.Tensor:
-        return self._count(_kind(name, self._spec.layers), super().tensor(name, *shape, dtype=dtype, select=select))
+        return self._count(_kind(name, self._layers), super().tensor(name, *shape, dtype=dtype, select=select))
 
     def stacked(
         self, parts: Sequence[tuple[str, int]], in_features: int, *, rows: Slices | None = None
     ) -> torch.Tensor:
         name, _ = parts[0]
-        kind = "head" if name == _EMBEDDING else _kind(name, self._spec.layers)  # a tied head is a copy
+        kind = "head" if name == _EMBEDDING else _kind(name, self._layers)  # a tied head is a copy
         return self._count(kind, super().stacked(parts, in_features, rows=rows))
 
     def _count(self, kind: str, made: torch.Tensor) -> torch.Tensor:
-        self.bytes[kind] += made.nbytes
+        self.bytes[self._kind or kind] += made.nbytes
         self.parameters += made.numel()
         return made
 

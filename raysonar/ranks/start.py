@@ -7,12 +7,16 @@ from raysonar.model.folder import open_folder
 from raysonar.moe.communicator import communicators_of_one_rank
 from raysonar.ranks.build import build_rank, check_split
 from raysonar.ranks.channel import RankInfo, StepChannel
+from raysonar.ranks.draft_model import check_tokenizers
 from raysonar.ranks.inprocess import InProcessChannel
 
 
 def start_ranks(config: EngineConfig, *, progress: bool = False) -> tuple[StepChannel, RankInfo]:
     """Raises ConfigurationError or ModelFolderError when the model cannot be served so."""
-    check_split(open_folder(config.model), config.parallel)
+    folder = open_folder(config.model)
+    check_split(folder, config.parallel)
+    if config.speculation.draft is not None:
+        check_tokenizers(open_folder(config.speculation.draft), folder)
     if config.parallel.world > 1:
         from raysonar.ranks.group import start_group  # one rank alone needs no Ray
 

@@ -8,7 +8,6 @@ states; the entries that they write are overwritten when their tokens are verifi
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,38 +18,8 @@ from raysonar.model.cache import KvCache
 from raysonar.model.mtp import MtpModule
 from raysonar.model.transformer import Transformer
 from raysonar.moe.executor import run
-from raysonar.speculation.acceptance import propose
+from raysonar.speculation.draft import DraftRows, Proposal, Verified
 from raysonar.speculation.sampler import SamplingTable
-from raysonar.step import Rule
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftRows:
-    """The rows that want drafts, in packing order: D rows with at least one draft each."""
-
-    host_slots: NDArray[np.int32]
-    slots: torch.Tensor
-    """int64 [D], the same on the device."""
-    starts: torch.Tensor
-    """int64 [D], computed tokens: token[start] is the last known one, the first draft is for start + 1."""
-    page_table: torch.Tensor
-    """int64 [D, pages]."""
-    counts: NDArray[np.int32]
-    """[D], drafts wanted."""
-    bounds: NDArray[np.int32]
-    """[D], upper bounds of the tokens computed when the step ends."""
-
-    def take(self, index: NDArray[np.intp]) -> "DraftRows":
-        """Some of the rows."""
-        on_device = torch.from_numpy(index).to(self.slots.device)
-        return DraftRows(
-            host_slots=self.host_slots[index],
-            slots=self.slots[on_device],
-            starts=self.starts[on_device],
-            page_table=self.page_table[on_device],
-            counts=self.counts[index],
-            bounds=self.bounds[index],
-        )
 
 
 class MtpDraft:
@@ -77,54 +46,26 @@ class MtpDraft:
     def propose(
         self, rows: DraftRows, tokens: torch.Tensor, *, rounds: int, halves: int, capacities: NDArray[np.int64]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Draft, and write the drafts into the token table behind the known tokens.
-
-        tokens: the token table, [slots, length]; rounds: the most drafts of any row on any rank, K. Every rank runs the
-        module K - 1 times, with rows or without; capacities: the plan's. Returns the drafts, int64 [D, K], -1 where a
-        row wants fewer than K; and the scores they were drawn from, fp32 [D, K, V], when a row is under the rejection
-        rule, else None.
-        """
-        drafts = rows.slots.new_full((len(rows.counts), rounds), -1)
-        kept = None
-        if (self._sampling.rules[rows.host_slots] == Rule.REJECTION).any():
-            kept = self._logits.new_zeros((*drafts.shape, self._logits.shape[1]))
+        """As `Draft.propose`. Every rank runs the module rounds - 1 times, with rows or without."""
+        proposal = Proposal(rows, tokens, rounds, self._sampling)
         logits, hidden = self._logits[rows.slots], self._hidden[rows.slots]
-        active = torch.arange(len(drafts), device=drafts.device)
         for step in range(rounds):
             if step:
-                more = np.flatnonzero(rows.counts > step)
-                if len(more) < len(rows.counts):
-                    rows, on_device = rows.take(more), torch.from_numpy(more).to(drafts.device)
-                    hidden, active = hidden[on_device], active[on_device]
+                if (left := proposal.narrow()) is not None:
+                    hidden = hidden[left]
                 logits, hidden = self._extend(
-                    rows, drafts[active, step - 1], hidden, step - 1, halves, capacities[step]
+                    proposal.rows, proposal.latest, hidden, step - 1, halves, capacities[step]
                 )
-            sampling = self._sampling.rows(rows.host_slots)
-            positions = rows.starts + (step + 1)
-            scores = sampling.scores(logits, positions, tokens)
-            chosen = propose(sampling, scores, positions)
-            tokens[rows.slots, positions] = chosen.to(tokens.dtype)
-            drafts[active, step] = chosen
-            if kept is not None:
-                kept[active, step] = scores
-        return drafts, kept
+            proposal.add(logits)
+        return proposal.drafts, proposal.scores
 
-    def refill(
-        self,
-        tokens: torch.Tensor,
-        hidden: torch.Tensor,
-        batches: Sequence[Batch],
-        slots: torch.Tensor,
-        last: torch.Tensor,
-    ) -> None:
-        """Run over the verified batch, and carry what follows each row's last accepted position.
-
-        tokens: int64 [T], the batch's tokens shifted left by one; hidden: the target's, before its norm, [T, hidden];
-        slots: int64 [R], the rows to carry for; last: int64 [R], their last accepted positions in the packed batch.
-        """
-        out = self._run(tokens, self._target.norm(hidden) if self._post_norm else hidden, batches)[last]
-        self._logits[slots] = self._module.logits(out)
-        self._hidden[slots] = self._recycled(out)
+    def refill(self, verified: Verified, tokens: torch.Tensor) -> None:
+        """Run over the verified batch, shifted left, and carry what follows each row's last accepted position."""
+        shifted = tokens[verified.token_slots, verified.positions + 1].long()
+        hidden = self._target.norm(verified.hidden) if self._post_norm else verified.hidden
+        out = self._run(shifted, hidden, verified.batches)[verified.last]
+        self._logits[verified.slots] = self._module.logits(out)
+        self._hidden[verified.slots] = self._recycled(out)
 
     def _run(self, tokens: torch.Tensor, hidden: torch.Tensor, batches: Sequence[Batch]) -> torch.Tensor:
         """The module over one half or two."""

@@ -162,6 +162,16 @@ def test_speculation_changes_no_text(folder: Path, capsys: pytest.CaptureFixture
     assert len(outputs) == 1
 
 
+def test_a_draft_model_changes_no_text(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(arguments(folder, "--prompt", MESSAGE)) == 0
+    with_module = capsys.readouterr().out
+    drafting = ["--draft-model", str(make_llama(tmp_path / "draft")), "--speculative-tokens", "5"]
+    assert main([*arguments(folder, "--prompt", MESSAGE), *drafting]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == with_module
+    assert len(re.findall(r"\d%", printed.err.partition("by position")[2])) == 5
+
+
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_group_of_ranks_changes_no_text(folder: Path, capsys: pytest.CaptureFixture[str]):
     assert main(arguments(folder, "--prompt", MESSAGE)) == 0
@@ -227,7 +237,8 @@ def test_a_raw_prompt_is_continued_for_256_tokens_or_up_to_the_models_length(
         (["--temperature", "-1"], "temperature must be from 0.0 to 100.0"),
         (["--max-tokens", "0"], "max_tokens must be from 1"),
         (["--max-tokens", "4096"], "max_tokens is 4096"),
-        (["--speculative-tokens", "5"], "engine.speculation.tokens: Input should be less than or equal to 4"),
+        (["--speculative-tokens", "5"], "engine.speculation: Value error, tokens: 5 is for a draft model"),
+        (["--draft-model", "/does/not/exist"], "/does/not/exist: expected a model folder"),
         (["--max-tokens", "1" + "0" * 400], "max_tokens must be from 1 to 2147483647, got a number of 1329 bits"),
         (["--threads", "100000"], "engine.threads: Input should be less than or equal to 1024"),
         (["--device", "meta"], "device: 'meta' is not supported"),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.checkpoints import make_deepseek_v3
+from support.checkpoints import make_deepseek_v3, make_llama
 
 from raysonar import Engine, SamplingParams
 from raysonar.config import CacheConfig, EngineConfig, ParallelConfig, SchedulingConfig, SpeculationConfig
@@ -17,7 +17,7 @@ from raysonar.ranks.actor import RankActor
 from raysonar.ranks.group import start_group
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
-COLLECTIVES = ("sum_over_row", "gather_over_row", "exchange_counts", "exchange")
+COLLECTIVES = ("sum_over_row", "gather_over_row", "broadcast_over_row", "exchange_counts", "exchange")
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +69,14 @@ def failing(rank: int, half: int, call: int) -> type[RankActor]:
     return Failing
 
 
-def config(folder: Path, *, tensor: int, data: int, halves: bool, pages: int = 24, k: int = 2) -> EngineConfig:
+def config(folder: Path, *, tensor: int, data: int, halves: bool, draft: Path | None = None) -> EngineConfig:
     return EngineConfig(
         model=folder,
         dtype="float32",
         threads=1,
         max_model_len=96,
-        cache=CacheConfig(page_size=4, pages=pages),
-        speculation=SpeculationConfig(tokens=k),
+        cache=CacheConfig(page_size=4, pages=24),
+        speculation=SpeculationConfig(tokens=2, draft=draft),
         scheduling=SchedulingConfig(max_running=3, token_budget=32, plans_in_flight=2),
         parallel=ParallelConfig(
             tensor=tensor, data=data, micro_batching="always" if halves else "never", collective_timeout_s=20
@@ -84,13 +84,16 @@ def config(folder: Path, *, tensor: int, data: int, halves: bool, pages: int = 2
     )
 
 
-@pytest.mark.parametrize(("tensor", "data", "steps"), [(1, 2, 2000), (2, 1, 300)])
+@pytest.mark.parametrize(
+    ("tensor", "data", "steps", "draft_model"), [(1, 2, 2000, False), (2, 1, 300, False), (2, 2, 300, True)]
+)
 def test_every_rank_calls_the_same_collectives_whatever_rows_it_holds(
-    folder: Path, tmp_path: Path, tensor: int, data: int, steps: int
+    folder: Path, tmp_path: Path, tensor: int, data: int, steps: int, draft_model: bool
 ) -> None:
     """Requests come, are cut off, are preempted, and leave rows idle, at random."""
     dice = random.Random(7)
-    settings = config(folder, tensor=tensor, data=data, halves=True)
+    draft = make_llama(tmp_path / "draft") if draft_model else None
+    settings = config(folder, tensor=tensor, data=data, halves=True, draft=draft)
     with Engine(settings, start=partial(start_group, actor=recording(tmp_path))) as engine:
         deadline = time.monotonic() + 240
         while engine.stats().steps < steps:

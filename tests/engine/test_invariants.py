@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raysonar import Engine, SamplingParams
-from raysonar.demo import TARGET
+from raysonar.demo import DRAFT, TARGET
 from raysonar.driver.outputs import Acceptance, GenerationResult
 
 QUESTIONS = [
@@ -46,6 +46,16 @@ def seeded() -> list[SamplingParams]:
     return [SamplingParams(seed=seed, **common) for seed in range(len(QUESTIONS))]
 
 
+def mtp(*counts: int) -> list[Any]:
+    """Engine options: so many tokens of the MTP module; of none, no speculation."""
+    return [pytest.param({"speculative_tokens": k}, id=f"mtp-{k}") for k in counts]
+
+
+def drafted(*counts: int) -> list[Any]:
+    """Engine options: so many tokens of the draft model."""
+    return [pytest.param({"speculative_tokens": k, "draft_model": DRAFT}, id=f"draft-{k}") for k in counts]
+
+
 def ids(results: Sequence[GenerationResult]) -> list[list[int]]:
     return [result.token_ids for result in results]
 
@@ -58,11 +68,12 @@ def one_by_one(kind: str) -> list[list[int]]:
         return [made.generate([prompt], each)[0].token_ids for prompt, each in zip(prompts(), params, strict=True)]
 
 
-@pytest.mark.parametrize("k", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("speculation", [*mtp(0, 1, 2, 3, 4), *drafted(1, 3, 8)])
 @pytest.mark.parametrize("options", [{}, {"prefix_caching": False}, {"plans_in_flight": 3}], ids=str)
 @pytest.mark.parametrize("kind", ["greedy", "seeded"])
-def test_text_does_not_depend_on_speculation(k: int, options: dict[str, Any], kind: str) -> None:
-    with engine(speculative_tokens=k, **options) as made:
+def test_text_does_not_depend_on_speculation(speculation: dict[str, Any], options: dict[str, Any], kind: str) -> None:
+    k = speculation["speculative_tokens"]
+    with engine(**speculation, **options) as made:
         results = made.generate(prompts(), greedy() if kind == "greedy" else seeded())
         stats = made.stats()
     assert ids(results) == one_by_one(kind)
@@ -84,16 +95,16 @@ def test_drafts_of_the_answers_are_accepted(k: int, temperature: float) -> None:
 
 
 @pytest.mark.parametrize("budget", [2, 7, 64])
-@pytest.mark.parametrize("k", [0, 3])
-def test_text_does_not_depend_on_prefill_chunks(budget: int, k: int) -> None:
-    with engine(speculative_tokens=k, token_budget=budget) as made:
+@pytest.mark.parametrize("speculation", [*mtp(0, 3), *drafted(3)])
+def test_text_does_not_depend_on_prefill_chunks(budget: int, speculation: dict[str, Any]) -> None:
+    with engine(**speculation, token_budget=budget) as made:
         assert ids(made.generate(prompts(), greedy())) == one_by_one("greedy")
 
 
 @pytest.mark.parametrize("plans", [1, 2])
-@pytest.mark.parametrize("k", [0, 1, 4])
-def test_text_does_not_depend_on_preemption(k: int, plans: int) -> None:
-    with engine(speculative_tokens=k, page_size=4, pages=24, plans_in_flight=plans) as made:
+@pytest.mark.parametrize("speculation", [*mtp(0, 1, 4), *drafted(1, 5)])
+def test_text_does_not_depend_on_preemption(speculation: dict[str, Any], plans: int) -> None:
+    with engine(**speculation, page_size=4, pages=24, plans_in_flight=plans) as made:
         results = made.generate(prompts(), greedy())
         again = made.generate(prompts(), seeded())
         stats = made.stats()
@@ -103,18 +114,18 @@ def test_text_does_not_depend_on_preemption(k: int, plans: int) -> None:
     assert (stats.running, stats.waiting, stats.pages_free) == (0, 0, stats.pages)
 
 
-@pytest.mark.parametrize("k", [0, 2])
-def test_text_does_not_depend_on_the_order_of_the_batch(k: int) -> None:
+@pytest.mark.parametrize("speculation", [*mtp(0, 2), *drafted(2)])
+def test_text_does_not_depend_on_the_order_of_the_batch(speculation: dict[str, Any]) -> None:
     order = list(range(len(QUESTIONS)))
     random.Random(5).shuffle(order)
-    with engine(speculative_tokens=k, max_running=3) as made:
+    with engine(**speculation, max_running=3) as made:
         shuffled = made.generate([prompts()[i] for i in order], [seeded()[i] for i in order])
     assert ids(shuffled) == [one_by_one("seeded")[i] for i in order]
 
 
-@pytest.mark.parametrize("k", [1, 3])
-def test_the_prefix_cache_is_hit_and_leaves_text_and_acceptance_as_they_are(k: int) -> None:
-    with engine(speculative_tokens=k, page_size=4) as made:
+@pytest.mark.parametrize("speculation", [*mtp(1, 3), *drafted(1, 3)])
+def test_the_prefix_cache_is_hit_and_leaves_text_and_acceptance_as_they_are(speculation: dict[str, Any]) -> None:
+    with engine(**speculation, page_size=4) as made:
         first = made.generate(prompts(), greedy())
         second = made.generate(prompts(), greedy())
         third = made.generate([p + r.token_ids[:9] for p, r in zip(prompts(), first, strict=True)], greedy())
@@ -128,12 +139,13 @@ def test_the_prefix_cache_is_hit_and_leaves_text_and_acceptance_as_they_are(k: i
     assert stats.prefix_hit_tokens == sum(r.cached_tokens for r in second + third)
 
 
-def test_logprobs_are_the_same_at_every_verified_position() -> None:
-    results = {}
-    for k in (0, 4):
-        with engine(speculative_tokens=k) as made:
-            results[k] = made.generate(prompts(), greedy(logprobs=3, prompt_logprobs=2))
-    for plain, speculated in zip(results[0], results[4], strict=True):
+@pytest.mark.parametrize("speculation", [*mtp(4), *drafted(4)])
+def test_logprobs_are_the_same_at_every_verified_position(speculation: dict[str, Any]) -> None:
+    results = []
+    for each in ({"speculative_tokens": 0}, speculation):
+        with engine(**each) as made:
+            results.append(made.generate(prompts(), greedy(logprobs=3, prompt_logprobs=2)))
+    for plain, speculated in zip(*results, strict=True):
         assert plain.token_ids == speculated.token_ids
         assert plain.logprobs is not None
         assert speculated.logprobs is not None
@@ -151,13 +163,13 @@ def test_logprobs_are_the_same_at_every_verified_position() -> None:
             assert c.logprob == pytest.approx(d.logprob, abs=1e-4)
 
 
-@pytest.mark.parametrize("k", [0, 1, 4])
+@pytest.mark.parametrize("speculation", [*mtp(0, 1, 4), *drafted(1, 8)])
 @pytest.mark.parametrize("plans", [1, 3])
-def test_every_length_limit_is_met_exactly(k: int, plans: int) -> None:
+def test_every_length_limit_is_met_exactly(speculation: dict[str, Any], plans: int) -> None:
     prompt = prompts()[3]
     longest = one_by_one("greedy")[3]
     whole = len(prompt) + 12
-    with engine(speculative_tokens=k, plans_in_flight=plans, max_model_len=whole, page_size=4) as made:
+    with engine(**speculation, plans_in_flight=plans, max_model_len=whole, page_size=4) as made:
         for most in range(1, 13):
             [result] = made.generate([prompt], SamplingParams(temperature=0, max_tokens=most))
             assert result.token_ids == longest[:most]

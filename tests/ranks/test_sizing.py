@@ -75,6 +75,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "v2": lambda folder: make_deepseek_v2(folder),
     "llama": lambda folder: make_llama(folder, num_key_value_heads=4),
 }
+DRAFTS: dict[str, Callable[[Path], Path]] = {"draft": lambda folder: make_llama(folder)}
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], P
 
     def make(name: str) -> Path:
         folder = root / name
-        return folder if folder.exists() else MODELS[name](folder)
+        return folder if folder.exists() else (MODELS | DRAFTS)[name](folder)
 
     return make
 
@@ -102,6 +103,29 @@ def test_a_rank_holds_what_was_said(made: Callable[[str], Path], name: str, tens
 
 def module_of(rank: Any) -> object:
     return rank._draft._module if rank._draft else None
+
+
+@pytest.mark.parametrize(("tensor", "data"), [(1, 1), (2, 1), (2, 2)])
+def test_a_draft_model_is_whole_on_the_first_rank_of_each_row_and_pages_are_equally_many(
+    made: Callable[[str], Path], tensor: int, data: int
+) -> None:
+    draft = SpeculationConfig(draft=made("draft"))
+    plain, config = (
+        config_of(made("v2"), tensor, data, cache=CacheConfig(memory_bytes=100_000), speculation=speculation)
+        for speculation in (SpeculationConfig(), draft)
+    )
+    stored = sum(4 * tensor.numel() for tensor in read_weights(made("draft")).values())
+    for place, size, without in zip(places(config), sizes(config), sizes(plain), strict=True):
+        rank, info = build_rank(config, [Communicator(place, None, None)] * 2)
+        first = place.tensor_rank == 0
+        assert size.bytes == held(rank)
+        assert size.weights.get("draft model", 0) == (stored if first else 0)
+        assert size.weight_bytes - without.weight_bytes == (stored if first else 0)
+        assert size.page_bytes - without.page_bytes == (2 * (2 * 16) * 2 * 16 * 4 if first else 0)
+        assert size.cache_bytes == info.cache_bytes
+        assert info.pages == size.pages == sizes(config)[0].pages < without.pages
+        assert sizes(config)[0].page_bytes * size.pages <= 100_000
+    assert "draft tokens a step: 3, by" in size_group(config).text()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
