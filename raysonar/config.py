@@ -136,6 +136,19 @@ class EngineConfig(_Frozen):
     parallel: ParallelConfig = ParallelConfig()
 
 
+class LimitsConfig(_Frozen):
+    """What one request may ask for; None is no limit beyond the engine's own."""
+
+    max_body_bytes: Annotated[int, Field(ge=1)] = 32 << 20
+    max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_answer_tokens: Annotated[int, Field(ge=1)] | None = None
+    """More is refused; an answer for which no length was asked ends here."""
+    max_requests_per_key: Annotated[int, Field(ge=1)] | None = None
+    """That one API key may have at once, at each replica of the ingress."""
+    timeout_s: Annotated[float, Field(gt=0)] | None = None
+    """A request that is not answered by then is stopped; it may ask for less time, not for more."""
+
+
 class ServiceConfig(_Frozen):
     """The HTTP service around an engine."""
 
@@ -145,11 +158,22 @@ class ServiceConfig(_Frozen):
     max_ongoing_requests: Annotated[int, Field(ge=1)] = 1024
     start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """How long loading may take."""
+    api_keys_file: Path | None = None
+    """A key a line, of which each request must have one; read again when it changes. None asks nobody."""
+    allowed_origins: tuple[str, ...] = ()
+    """Web pages of other origins that may ask (CORS), as `https://example.org`; "*" is all."""
+    limits: LimitsConfig = LimitsConfig()
     tool_parser: ToolParserName = "auto"
     """The format in which function calls are looked for in answers; "auto" is the one that the chat template writes."""
     reasoning_parser: ReasoningParserName = "auto"
     """"deepseek_r1" gives what answers say up to </think> as reasoning_content; "auto" does so where the chat template
     knows that mark."""
+
+    @model_validator(mode="after")
+    def _limits_of_keys_need_keys(self) -> Self:
+        if self.limits.max_requests_per_key is not None and self.api_keys_file is None:
+            raise ValueError("limits.max_requests_per_key needs api_keys_file: without keys nobody can be told apart")
+        return self
 
 
 def describe(error: ValidationError) -> str:

@@ -30,6 +30,9 @@ def add_serve(commands: Commands) -> None:
     serve.add_argument("--port", type=port, default=8000, help="(default: %(default)s)")
     serve.add_argument("--address", help="of a running Ray cluster (default: start a Ray of its own)")
     serve.add_argument("--model-name", help="what clients ask for (default: the folder's name)")
+    serve.add_argument(
+        "--api-keys", metavar="FILE", dest="api_keys_file", help="a key a line, of which each request must have one"
+    )
     add_engine_options(serve)
     group = add_dry_run(serve)
     group.add_argument(
@@ -43,9 +46,9 @@ def _serve(options: argparse.Namespace) -> None:
     from raysonar.serving.app import application_args, with_demo_model
     from raysonar.serving.local import Listening, run_service
 
-    for name, folder in given(options, "model", "draft_model").items():
-        setattr(options, name, os.path.abspath(folder))  # Ray's processes have working directories of their own
-    values: dict[str, Any] = {**given(options, "model_name"), "engine": engine_values(options)}
+    for name, path in given(options, "model", "draft_model", "api_keys_file").items():
+        setattr(options, name, os.path.abspath(path))  # Ray's processes have working directories of their own
+    values: dict[str, Any] = {**given(options, "model_name", "api_keys_file"), "engine": engine_values(options)}
     if not options.dry_run:
         refuse_without_dry_run(options, "config", "json", "device_memory")
         config = parse_service_config(with_demo_model(values))

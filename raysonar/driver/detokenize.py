@@ -5,6 +5,9 @@ from typing import Protocol
 
 _INCOMPLETE = "\ufffd"
 """What a decoder shows for bytes that are no character, or not yet."""
+_PATIENCE = 16
+"""Tokens after which text that does not come to a character's end is cut elsewhere. A character has up to 4 bytes, so
+most of them are known not to be part of one by then."""
 
 
 class Decoder(Protocol):
@@ -19,7 +22,9 @@ class Detokenizer:
     """The text of a growing list of token ids: all that `add` and `flush` give is `decode` of the whole list.
 
     Only a window of the last tokens is decoded again: it starts where the text before was complete, and keeps the
-    tokens that came last before as context, since what a token adds may depend on the one before it.
+    tokens that came last before as context, since what a token adds may depend on the one before it. Where bytes that
+    are no characters go on and on, it starts at a token whose text does not depend on those before it. (A decoder that
+    shows a whole run of bytes as U+FFFD for one that is wrong, as sentencepiece's, then shows what comes right later.)
     """
 
     def __init__(self, decoder: Decoder, *, skip_special_tokens: bool = True) -> None:
@@ -31,25 +36,42 @@ class Detokenizer:
         self._out = 0
         """Characters of the window's text that are out."""
 
-    def _decode(self) -> str:
-        return self._decoder.decode(self._window, skip_special_tokens=self._skip_special_tokens)
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._decoder.decode(ids, skip_special_tokens=self._skip_special_tokens)
 
     def add(self, token: int) -> str:
         """The text that is certain since the last call; a character's first bytes wait for its last."""
         self._window.append(token)
-        text = self._decode()
+        text = self._decode(self._window)
         certain = len(text.rstrip(_INCOMPLETE))
         news = text[self._out : certain]
         self._out = max(self._out, certain)
         if news and certain == len(text):
             self._window = self._window[self._context :]
             self._context = len(self._window)
-            self._out = len(self._decode())
+            self._out = len(self._decode(self._window))
+        elif len(self._window) - self._context >= _PATIENCE:
+            news += self._cut(text)
         return news
+
+    def _cut(self, text: str) -> str:
+        """Move the window's start to the last place that its text does not depend on; the text before it that is new.
+
+        Some text must follow the place, so that nothing to come can complete a character before it.
+        """
+        window = self._window
+        for at in range(len(window) - 1, len(window) - _PATIENCE, -1):
+            before, after = self._decode(window[:at]), self._decode(window[at:])
+            if after and before + after == text:
+                news = text[self._out : len(before)]
+                self._window, self._context = window[at:], 0
+                self._out = max(self._out - len(before), 0)
+                return news
+        return ""
 
     def flush(self) -> str:
         """The rest, with U+FFFD where bytes are no character; nothing may be added after."""
-        text = self._decode()
+        text = self._decode(self._window)
         news, self._out = text[self._out :], len(text)
         return news
 

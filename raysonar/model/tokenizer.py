@@ -17,6 +17,9 @@ from raysonar.model.shards import read_json
 FILE, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
+_MARGIN = 64
+"""Tokens that a text's beginning may have more when it is encoded alone."""
+
 
 class Tokenizer:
     """The folder's tokenizer, equal to transformers' AutoTokenizer on it (but for `add_bos_token`, see below).
@@ -76,13 +79,30 @@ class Tokenizer:
             )
         return tokenizer
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; with what the tokenizer adds around a text (most often a beginning-of-sequence token)."""
+    def encode(self, text: str, add_special_tokens: bool = True, *, at_most: int | None = None) -> list[int]:
+        """Token ids; with what the tokenizer adds around a text (most often a beginning-of-sequence token).
+
+        A text that is far too long for `at_most` tokens is refused for its beginning, without the time that all of it
+        would take. Raises InvalidRequestError.
+        """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequestError(f"the text is not valid Unicode: {error}", "prompt") from error
+        if at_most is not None and self._far_longer(text, at_most):
+            raise InvalidRequestError(f"the prompt has more than the {at_most} tokens that there is room for", "prompt")
         return self._required().encode(text, add_special_tokens=add_special_tokens).ids
+
+    def _far_longer(self, text: str, tokens: int) -> bool:
+        """Whether a beginning of the text has more than twice so many tokens; what follows takes none of them away,
+        but for the few at its end. False when the text is so short that all of it may as well be encoded.
+        """
+        size = 4 * (tokens + _MARGIN)
+        while size < len(text):
+            if len(self._required().encode(text[:size], add_special_tokens=False)) > 2 * tokens + _MARGIN:
+                return True
+            size *= 4
+        return False
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of some token ids; bytes that are no UTF-8 become U+FFFD. Ids without a token are left out."""

@@ -87,12 +87,9 @@ def application(config: ServiceConfig) -> Application:
     )(Driver)
     ingress = serve.deployment(ray_actor_options={"num_cpus": 0}, **common)(Ingress)
     return ingress.bind(
-        driver.bind(engine, config.start_timeout_s, model_name(config)),
+        driver.bind(engine, config.start_timeout_s, model_name(config), config.limits),
         model_name(config),
-        config.max_ongoing_requests,
-        config.start_timeout_s,
-        config.tool_parser,
-        config.reasoning_parser,
+        config,
     )
 
 

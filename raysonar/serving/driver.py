@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-from raysonar.config import EngineConfig
+from raysonar.config import EngineConfig, LimitsConfig
 from raysonar.driver.outputs import Delta
 from raysonar.driver.params import SamplingParams
 from raysonar.driver.request import check_tokens
@@ -15,6 +15,7 @@ from raysonar.errors import InvalidRequestError
 from raysonar.observe.counters import EngineStats
 from raysonar.observe.metrics import engine_readings
 from raysonar.serving.generation import Batch, Chat, Generation, Profile, Prompt, Vocabulary
+from raysonar.serving.lengths import Lengths
 from raysonar.serving.metrics import RayExporter, Source, replica_labels
 from raysonar.serving.parsers import reasons, tool_format_of
 from raysonar.serving.problems import Problem, problem_of
@@ -30,6 +31,7 @@ _BATCHES_PER_S = 1000.0
 _LONGEST_PAUSE_S = 0.05
 
 _WARM_UP_TOKENS = 4
+_NO_LIMITS = LimitsConfig()
 
 logger = logging.getLogger("ray.serve")
 
@@ -37,7 +39,9 @@ logger = logging.getLogger("ray.serve")
 class Driver:
     """Hosts one engine. A replica that is up has generated tokens through it."""
 
-    def __init__(self, config: EngineConfig, start_timeout_s: float, model: str) -> None:
+    def __init__(
+        self, config: EngineConfig, start_timeout_s: float, model: str, limits: LimitsConfig = _NO_LIMITS
+    ) -> None:
         """`model` is what clients call it.
 
         Raises what the engine raises for a model it cannot load, and TimeoutError when that takes too long.
@@ -48,6 +52,7 @@ class Driver:
         finally:
             starter.shutdown(wait=False)
         self._streams = 0
+        self._lengths = Lengths(self._engine.max_length, limits.max_prompt_tokens, limits.max_answer_tokens)
         self._labels = replica_labels(model)
         engine = self._engine  # not self: the thread must not keep a driver that Serve lets go of
         self._exporter = RayExporter(lambda: engine_readings(engine.stats()), self._labels)
@@ -98,7 +103,8 @@ class Driver:
             request_id = f"{generation.request_id}-{place}"
             # In a thread: a long text takes its time, and other streams must go on meanwhile.
             tokens = await asyncio.to_thread(self._token_ids, prompt)
-            stream = self._engine.stream(tokens, generation.params, request_id=request_id, priority=generation.priority)
+            params = self._lengths.checked(len(tokens), generation.params)
+            stream = self._engine.stream(tokens, params, request_id=request_id, priority=generation.priority)
             async with aclosing(stream) as deltas:
                 async for delta in deltas:
                     news.put_nowait((place, delta))
@@ -111,20 +117,21 @@ class Driver:
 
     def _token_ids(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
         """`add_special_tokens`: what the tokenizer adds around a text; a chat template writes all that there is."""
-        tokenizer = self._engine.tokenizer
+        tokenizer, most = self._engine.tokenizer, self._lengths.longest_prompt
         match prompt:
             case Chat():
                 if prompt.tools and not tokenizer.knows_tools:
                     raise InvalidRequestError("tools: the model's chat template does not write any", "tools")
-                return tokenizer.render_chat(
+                text = tokenizer.chat_text(
                     prompt.messages,
                     prompt.add_generation_prompt,
                     prompt.tools or None,
                     continue_final_message=prompt.continue_final_message,
                     **prompt.variables,
                 )
+                return tokenizer.encode(text, add_special_tokens=False, at_most=most)
             case str():
-                return tokenizer.encode(prompt, add_special_tokens)
+                return tokenizer.encode(prompt, add_special_tokens, at_most=most)
             case _:
                 return prompt
 

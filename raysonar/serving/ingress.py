@@ -10,27 +10,28 @@ from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from ray import serve
 from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
 from starlette.exceptions import HTTPException
 
-from raysonar.config import ReasoningParserName, ToolParserName
+from raysonar.config import ReasoningParserName, ServiceConfig, ToolParserName
 from raysonar.driver.outputs import Delta
 from raysonar.errors import InvalidRequestError
 from raysonar.observe.metrics import HTTP_REQUESTS
+from raysonar.serving.access import Access, ApiKeys
 from raysonar.serving.body import Body
+from raysonar.serving.deadlines import shorter, within
 from raysonar.serving.generation import Batch, Generation, Profile, Vocabulary
 from raysonar.serving.metrics import CONTENT_TYPE, RayExporter, Source, StatusCounter, exposition, replica_labels
 from raysonar.serving.parsers import TOOL_FORMATS, AnswerFormat
 from raysonar.serving.problems import (
-    MAX_BODY_BYTES,
     Problem,
     ProblemError,
     model_not_found,
     problem_of,
     route_problem,
-    too_large,
     unavailable,
 )
 from raysonar.serving.protocol import ChatBody, CompletionBody, GenerationBody
@@ -54,28 +55,15 @@ logger = logging.getLogger("ray.serve")
 class Ingress:
     """Checks requests, hands them to the driver, and writes its deltas in OpenAI's shapes."""
 
-    def __init__(
-        self,
-        driver: DeploymentHandle[Any],
-        model: str,
-        max_ongoing: int,
-        start_timeout_s: float,
-        tool_parser: ToolParserName = "auto",
-        reasoning_parser: ReasoningParserName = "auto",
-    ) -> None:
-        """A request beyond `max_ongoing` is refused; one that no driver takes within `start_timeout_s` fails.
-
-        The parsers are those of ServiceConfig.
-        """
+    def __init__(self, driver: DeploymentHandle[Any], model: str, config: ServiceConfig) -> None:
+        """`model` is what clients ask for. Raises ConfigurationError for keys that cannot be read."""
         self._driver = driver
         self._streaming_driver = driver.options(stream=True)
         self._model = model
-        self._max_ongoing = max_ongoing
-        self._start_timeout_s = start_timeout_s
+        self._config = config
+        self._keys = None if config.api_keys_file is None else ApiKeys(config.api_keys_file)
         self._ongoing = 0
         self._created = int(time.time())
-        self._tool_parser = tool_parser
-        self._reasoning_parser = reasoning_parser
         self._vocabulary: Vocabulary | None = None
         self._profile: Profile | None = None
         self._statuses: Counter[str] = Counter()
@@ -94,6 +82,14 @@ class Ingress:
         app.add_api_route("/health", self.health)
         app.add_api_route("/ready", self.ready)
         app.add_api_route("/metrics", self.metrics)
+        app.add_middleware(Access, keys=self._keys, limits=self._config.limits)
+        if self._config.allowed_origins:
+            app.add_middleware(
+                CORSMiddleware,
+                allow_origins=self._config.allowed_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["Authorization", "Content-Type"],
+            )
         app.add_middleware(StatusCounter, counts=self._statuses)
         app.add_exception_handler(HTTPException, _no_route)
         return app
@@ -163,7 +159,7 @@ class Ingress:
 
     async def _body(self, request: Request, body_type: type[AnyBody]) -> AnyBody:
         """The checked body of a request for this model."""
-        body = body_type.model_validate_json(await _read(request))
+        body = body_type.model_validate_json(await request.body())
         model = getattr(body, "model", None)
         if model is not None and model != self._model:
             raise model_not_found(model, self._model)
@@ -173,7 +169,7 @@ class Ingress:
         return CompletionAnswer(body, await self._vocabulary_of_model() if body.needs_vocabulary else None)
 
     async def _chat_answer(self, body: ChatBody) -> Answer:
-        form = answer_format(body, await self._model_profile(), self._tool_parser, self._reasoning_parser)
+        form = answer_format(body, await self._model_profile(), self._config.tool_parser, self._config.reasoning_parser)
         needed = body.needs_vocabulary or form.reasons
         return ChatAnswer(body, await self._vocabulary_of_model() if needed else None, form)
 
@@ -191,7 +187,7 @@ class Ingress:
             if answer.spells_special_tokens:
                 params = replace(params, skip_special_tokens=False)
             generation = Generation(answer.id, body.prompts, params, body.priority, whole=not body.stream)
-            deltas = self._generate(generation)
+            deltas = self._generate(generation, shorter(body.timeout, self._config.limits.timeout_s))
             if not body.stream:
                 async with aclosing(deltas):
                     return JSONResponse(answer.whole([news async for batch in deltas for news in batch]))
@@ -200,14 +196,15 @@ class Ingress:
         except Exception as error:
             return _problem_response(error)
 
-    async def _generate(self, generation: Generation) -> AsyncGenerator[Deltas]:
-        """The driver's deltas, in batches. Closing it stops the generation."""
-        if self._ongoing >= self._max_ongoing:
+    async def _generate(self, generation: Generation, seconds: float | None) -> AsyncGenerator[Deltas]:
+        """The driver's deltas, in batches. Closing it stops the generation, as does the end of its time."""
+        if self._ongoing >= self._config.max_ongoing_requests:
             raise unavailable(f"{self._ongoing} requests are being served, as many as can be", "overloaded")
         self._ongoing += 1
-        batches = cast(DeploymentResponseGenerator[Batch], self._streaming_driver.stream.remote(generation))
+        stream = cast(DeploymentResponseGenerator[Batch], self._streaming_driver.stream.remote(generation))
+        batches = within(seconds, stream)
         try:
-            async with asyncio.timeout(self._start_timeout_s):
+            async with asyncio.timeout(self._config.start_timeout_s):
                 await anext(batches)
             async for batch in batches:
                 if isinstance(batch, Problem):
@@ -215,7 +212,7 @@ class Ingress:
                 yield batch
         finally:
             self._ongoing -= 1
-            batches.cancel()  # type: ignore[no-untyped-call]
+            stream.cancel()  # type: ignore[no-untyped-call]
 
     async def _vocabulary_of_model(self) -> Vocabulary:
         if self._vocabulary is None:
@@ -231,7 +228,7 @@ class Ingress:
 
     async def _ask(self, answer: Awaitable[Value | Problem]) -> Value:
         """What the driver answers, within the time that it has to start."""
-        async with asyncio.timeout(self._start_timeout_s):
+        async with asyncio.timeout(self._config.start_timeout_s):
             value = await answer
         if isinstance(value, Problem):
             raise ProblemError(value)
@@ -276,20 +273,6 @@ async def _events(answer: Answer, first: Deltas, deltas: AsyncGenerator[Deltas])
             yield answer.closing()
         except Exception as error:
             yield event(_problem(error).body())
-
-
-async def _read(request: Request) -> bytes:
-    """The body; one that is too large is not held, only counted, so that its sender comes to the answer."""
-    body, size = bytearray(), 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size <= MAX_BODY_BYTES:
-            body += chunk
-        else:
-            body.clear()
-    if size > MAX_BODY_BYTES:
-        raise too_large(size)
-    return bytes(body)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

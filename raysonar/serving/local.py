@@ -19,6 +19,7 @@ from raysonar import demo
 from raysonar.config import ServiceConfig
 from raysonar.errors import ConfigurationError, RaysonarError
 from raysonar.ranks.group import local_cpus
+from raysonar.serving.access import ApiKeys
 from raysonar.serving.app import START_ATTEMPTS, application, model_name
 
 APPLICATION = "raysonar"
@@ -84,6 +85,8 @@ def _check_local(config: ServiceConfig, where: Listening) -> None:
     if not any(config.engine.model.glob("*.safetensors")):
         raise ConfigurationError(f"{config.engine.model} has no weights: there is no safetensors file in it")
     local_cpus(config.engine)
+    if config.api_keys_file is not None:
+        ApiKeys(config.api_keys_file)
     family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -153,9 +156,10 @@ def _announce(config: ServiceConfig, where: Listening, logs: Path | None) -> Non
     name = model_name(config)
     base = f"http://{f'[{where.host}]' if ':' in where.host else where.host}:{where.port}"
     local = where.host in ("127.0.0.1", "localhost", "::1")
-    reach = (
-        "this machine only; --host 0.0.0.0 opens it to others" if local else "open to others, without authentication"
-    )
+    keys = config.api_keys_file is not None
+    whoever = "open to others who have an API key" if keys else "open to others, without authentication"
+    reach = "this machine only; --host 0.0.0.0 opens it to others" if local else whoever
+    key = " -H 'Authorization: Bearer KEY'" if keys else ""
     if config.engine.model == demo.TARGET:
         route, question = (
             "chat/completions",
@@ -166,7 +170,7 @@ def _announce(config: ServiceConfig, where: Listening, logs: Path | None) -> Non
     print(
         f"Serving {name} at {base}/v1 ({reach}).\n"
         f"Try it:\n"
-        f"  curl {base}/v1/{route} -H 'Content-Type: application/json' \\\n"
+        f"  curl {base}/v1/{route} -H 'Content-Type: application/json'{key} \\\n"
         f'    -d \'{{"model": "{name}", "temperature": 0, {question}}}\'\n'
         + (f"Logs: {logs}\n" if logs else "")
         + "Ctrl-C stops it.",

@@ -8,8 +8,6 @@ from ray.serve.exceptions import BackPressureError, RayServeException
 
 from raysonar.errors import EngineFailedError, InvalidRequestError, QueueFullError
 
-MAX_BODY_BYTES = 32 << 20
-
 
 @dataclass(frozen=True)
 class Problem:
@@ -28,6 +26,8 @@ class Problem:
     @property
     def headers(self) -> dict[str, str]:
         """A client may try again soon where the service is only busy or starting."""
+        if self.status == 401:
+            return {"WWW-Authenticate": "Bearer"}
         return {"Retry-After": "1"} if self.status in (429, 503) else {}
 
 
@@ -50,9 +50,15 @@ def model_not_found(model: str, served: str) -> ProblemError:
     return ProblemError(Problem(404, message, param="model", code="model_not_found"))
 
 
-def too_large(size: int) -> ProblemError:
-    """413: the body is longer than MAX_BODY_BYTES."""
-    return ProblemError(Problem(413, f"The body has {size} bytes; at most {MAX_BODY_BYTES} are taken"))
+def too_large(size: int, limit: int) -> ProblemError:
+    """413: the body is longer than it may be."""
+    return ProblemError(Problem(413, f"The body has {size} bytes; at most {limit} are taken", code="body_too_large"))
+
+
+def out_of_time(seconds: float) -> ProblemError:
+    """504: the request's own deadline, or the service's, has passed."""
+    message = f"The request was not answered within its deadline of {seconds:g} s, and was stopped"
+    return ProblemError(Problem(504, message, "timeout_error", code="deadline_exceeded"))
 
 
 def route_problem(status: int, method: str, path: str) -> Problem:

@@ -137,6 +137,8 @@ class GenerationBody(Body, ABC):
     skip_special_tokens: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     """Lower values are served first."""
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Seconds after which the request is stopped, if it is not answered."""
 
     @model_validator(mode="before")
     @classmethod

@@ -52,6 +52,43 @@ def test_any_ids_give_the_text_that_decoding_them_at_once_gives(byte_level, ids)
     assert "".join(deltas) + rest == byte_level.decode(ids)
 
 
+@given(ids=st.lists(st.sampled_from([*range(4, 40), *range(200, 260)]), min_size=30, max_size=200))
+@settings(deadline=None, max_examples=200)
+def test_long_runs_of_bytes_that_are_no_characters_are_what_decoding_them_at_once_gives(byte_level, ids):
+    deltas, rest = deltas_of(byte_level, ids)
+    assert "".join(deltas) + rest == byte_level.decode(ids)
+
+
+class Watched:
+    """A decoder that remembers the most tokens it was asked for at once."""
+
+    def __init__(self, decoder):
+        self._decoder, self.longest = decoder, 0
+
+    def decode(self, ids, **options):
+        self.longest = max(self.longest, len(ids))
+        return self._decoder.decode(ids, **options)
+
+
+@pytest.mark.parametrize("pieces", [["<0xFF>"], ["<0xE6>", "<0xE6>", "<0x9D>"], ["<0x80>", "<0xF0>"]])
+def test_endless_invalid_bytes_are_given_out_as_they_come(sentencepiece, pieces):
+    watched = Watched(sentencepiece)
+    ids = [sentencepiece.token_to_id(piece) for piece in pieces] * 300
+    deltas, rest = deltas_of(watched, [sentencepiece.token_to_id("a"), *ids])
+    assert "".join(deltas) + rest == "a" + "\ufffd" * len(ids)
+    assert watched.longest < 64
+    assert len(rest) < 32
+
+
+def test_endless_invalid_bytes_of_a_byte_level_tokenizer_are_given_out_as_they_come(byte_level):
+    watched = Watched(byte_level)
+    ids = [byte_level.token_to_id("ÿ"), byte_level.token_to_id("ð")] * 500
+    deltas, rest = deltas_of(watched, ids)
+    assert "".join(deltas) + rest == byte_level.decode(ids)
+    assert watched.longest < 64
+    assert len(rest) < 32
+
+
 @given(text=st.lists(st.sampled_from(["▁", "▁a", "▁b", "a", "b", "▁ab", "é", "東", "🙂"]), max_size=30))
 @settings(deadline=None)
 def test_spaces_and_bytes_of_sentencepiece_are_kept(sentencepiece, text):

@@ -375,3 +375,38 @@ def test_a_special_token_outside_the_vocabulary_is_named(tmp_path):
 def test_lone_surrogates_are_refused(ours):
     with pytest.raises(InvalidRequestError, match="not valid Unicode"):
         ours.encode("a\ud800")
+
+
+class Counting:
+    """A tokenizers.Tokenizer that counts the characters that it encodes."""
+
+    def __init__(self, model):
+        self._model, self.characters = model, 0
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+    def encode(self, text, **options):
+        self.characters += len(text)
+        return self._model.encode(text, **options)
+
+
+@given(text=st.text(max_size=2000), at_most=st.integers(1, 40))
+@settings(deadline=None)
+def test_a_text_is_only_refused_when_it_has_more_tokens_than_there_is_room_for(ours, text, at_most):
+    ids = ours.encode(text)
+    refused = False
+    try:
+        assert ours.encode(text, at_most=at_most) == ids
+    except InvalidRequestError:
+        refused = True
+    assert not refused or len(ids) > at_most
+
+
+@pytest.mark.parametrize("piece", ["The quick brown fox. ", "a", "東京", " ", "\n\n"])
+def test_a_huge_text_is_refused_for_its_beginning(folder, piece):
+    model = Counting(tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")))
+    tokenizer = Tokenizer(folder, model, {})
+    with pytest.raises(InvalidRequestError, match="more than the 100 tokens"):
+        tokenizer.encode(piece * (3_000_000 // len(piece)), at_most=100)
+    assert model.characters < 100_000

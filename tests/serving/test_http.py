@@ -12,8 +12,9 @@ import ray
 from support.service import APPLICATION, MAX_ONGOING, MODEL, SLOTS, Service
 
 from raysonar import Engine, SamplingParams
-from raysonar.serving.problems import MAX_BODY_BYTES
+from raysonar.config import LimitsConfig
 
+MAX_BODY_BYTES = LimitsConfig().max_body_bytes
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 LONG = {"model": MODEL, "prompt": "The", "max_tokens": 480, "ignore_eos": True}
