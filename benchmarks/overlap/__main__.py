@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", help="Mbit/s, of a host's port, each way")
     parser.add_argument("--batches", type=int, nargs="+", help="D: rows in all; a step verifies 2 D tokens")
     parser.add_argument("--rounds", type=int, help="turns of each policy")
-    parser.add_argument("--steps", type=int, default=6, help="of a turn (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=5, help="of a turn (default: %(default)s)")
     parser.add_argument("--plot", type=Path, help="write a PNG of step times here")
     options = parser.parse_args()
     grid = (QUICK if options.quick else FULL) | {name: value for name, value in vars(options).items() if value}

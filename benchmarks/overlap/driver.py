@@ -30,13 +30,13 @@ from raysonar.config import (
     SchedulingConfig,
     SpeculationConfig,
 )
-from raysonar.moe.cost_model import StepCost
+from raysonar.moe.cost_model import PassCost, StepCost
 from raysonar.observe.steps import StepRecord
 from raysonar.ranks.actor import RankActor
 from raysonar.ranks.group import start_group
 
 POLICIES: tuple[MicroBatching, ...] = ("never", "always", "auto")
-PROMPT = 8
+PROMPT = 4
 """Tokens."""
 LENGTH = 1024
 """Tokens of prompt and answer."""
@@ -90,6 +90,7 @@ def working(record: StepRecord) -> float:
 @contextmanager
 def engine_of(task: Task) -> Iterator[Engine]:
     """The group, a rank a host."""
+    rows = -(-max(task.batches) // task.ranks)
     config = EngineConfig(
         model=Path(task.model),
         dtype="float32",
@@ -98,7 +99,8 @@ def engine_of(task: Task) -> Iterator[Engine]:
         max_model_len=LENGTH,
         cache=CacheConfig(prefix_caching=False),
         speculation=SpeculationConfig(tokens=1),
-        scheduling=SchedulingConfig(max_running=-(-max(task.batches) // task.ranks), plans_in_flight=2),
+        # the start-up profile goes up to these sizes
+        scheduling=SchedulingConfig(max_running=rows, token_budget=3 * rows, plans_in_flight=2),
         parallel=ParallelConfig(
             data=task.ranks, placement="SPREAD", micro_batching="auto", padded_dispatch_bytes=IN_VAIN
         ),
@@ -142,7 +144,7 @@ def turn(engine: Engine, policy: MicroBatching, rows: int, task: Task) -> Turn:
     engine.micro_batching = policy
     while not _all_decode(engine.steps.last(1), rows):
         time.sleep(0.01)
-    first = engine.steps.last(1)[0].number + engine.stats().steps_in_flight + SETTLING
+    first = engine.stats().steps_in_flight + engine.steps.last(1)[0].number + SETTLING
     _await_step(engine, first)
     before, start = cpu_seconds(processes), engine.stats().steps
     _await_step(engine, first + steps)
@@ -194,19 +196,35 @@ def figures(turns: dict[str, list[Turn]]) -> dict[str, Any]:
 
 
 def expected(costs: StepCost, point: dict[str, Any]) -> dict[str, float]:
-    """What the layers' profile says of a point, in milliseconds; hidden share and ideal are of the issue's formulas."""
+    """What the layers' profile says of a point, in milliseconds; docs/benchmarks.md has the formulas."""
     tokens, half = (2 * -(-point["D"] // point["ranks"] // halves) for halves in (1, 2))
-    layers = [layer for each in (costs.verify, costs.draft) if each for layer in each.layers.values()]
-    compute = 1e3 * sum(count * cost.compute(tokens) for count, cost in layers)
+    passes = [each for each in (costs.verify, costs.draft) if each]
+    layers = [layer for each in passes for layer in each.layers.values()]
+    left = 1e3 * sum(count * (cost.compute(tokens) - cost.hidden(tokens)) for count, cost in layers)
     gained, ideal = point["never_ms"] - point["always_ms"], 1e3 * sum(costs.seconds([tokens], [half]))
+    pipeline = 1e3 * sum(pipelined(each, tokens, half) for each in passes)
     return {
-        "compute_ms": compute,
+        "compute_ms": 1e3 * sum(count * cost.compute(tokens) for count, cost in layers),
         "communication_ms": 1e3 * sum(count * cost.communication(tokens) for count, cost in layers),
         "transfer_ms": 8e-3 * layer_bytes(tokens, point["ranks"]) / point["rate_mbit"],
-        "hidden_share": gained / min(point["never_exposed_ms"], compute),
+        "hidden_share": gained / min(point["never_exposed_ms"], left),
         "ideal_ms": ideal,
         "always_to_ideal": point["always_ms"] / ideal,
+        "pipeline_ms": pipeline,
+        "always_to_pipeline": point["always_ms"] / pipeline,
     }
+
+
+def pipelined(cost: PassCost, tokens: int, half: int) -> float:
+    """Seconds of a pass in two halves whose latencies overlap, too: a layer takes as long as the rank computes, as the
+    link sends, or as one half computes and communicates, whichever is the longest."""
+    seconds, fill = cost.outside(tokens), 0.0
+    for count, layer in cost.layers.values():
+        compute, communication = layer.compute(half), layer.communication(half)
+        sending = max(communication - layer.communication.line()[0], 0.0)
+        seconds += count * max(2 * compute, 2 * sending, compute + communication)
+        fill = max(fill, min(compute, sending / 2))
+    return seconds + fill
 
 
 def lines(costs: StepCost) -> dict[str, float]:

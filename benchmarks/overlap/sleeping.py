@@ -19,11 +19,12 @@ from raysonar.ranks.channel import RankInfo
 _PR_SET_TIMERSLACK = 29
 """Linux: how late a thread's timers may be, in ns; threads that it starts inherit it (prctl(2))."""
 
-ATTENTION = 0.10e-3, 48e-6
+ATTENTION = 0.05e-3, 54e-6
 """Seconds a call, and a token. What comes before tokens travel (attention and shared experts) takes as long as what
-comes before they travel back (experts): else the longer of the two would not be hidden behind the shorter."""
-SHARED = 0.05e-3, 12e-6
-EXPERTS = 0.15e-3, 60e-6
+comes before they travel back (experts): else the longer of the two would not be hidden behind the shorter. The fixed
+part is small, as routing and packing add several times as much of their own."""
+SHARED = 0.0, 6e-6
+EXPERTS = 0.05e-3, 60e-6
 """A token here is one of the rank's own: routing is taken to be even, so that as many come as go."""
 
 
