@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from raysonar.driver.engine import Engine
     from raysonar.driver.params import SamplingParams
+    from raysonar.grammar import Grammar
 
-__all__ = ["Engine", "SamplingParams"]
+__all__ = ["Engine", "Grammar", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:
@@ -19,4 +20,8 @@ def __getattr__(name: str) -> Any:
         from raysonar.driver.params import SamplingParams
 
         return SamplingParams
+    if name == "Grammar":
+        from raysonar.grammar import Grammar
+
+        return Grammar
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

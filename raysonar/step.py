@@ -139,6 +139,16 @@ class StepPlan(_Packed):
     banned_slot: Ints = _array()
     """Tokens that admitted slots may not choose before their min_length: (slot, token) pairs."""
     banned_token: Ints = _array()
+    grammar_slot: Ints = _array()
+    """Admitted slots whose answer is under a grammar."""
+    grammar_index: Ints = _array()
+    """Which of the plan's grammars it is."""
+    grammar_kind: Ints = _array()
+    """Of each grammar, a GrammarKind."""
+    grammar_size: Ints = _array()
+    """Bytes of each grammar's text."""
+    grammar_text: NDArray[np.uint8] = _array("u1")
+    """The texts in UTF-8, back to back."""
     page_slot: Ints = _array()
     """New page table entries: page_table[page_slot, page_index] = page."""
     page_index: Ints = _array()

@@ -23,6 +23,7 @@ from raysonar.cli.options import (
 )
 from raysonar.cli.output import Figures, in_order, write_json, write_text
 from raysonar.errors import ConfigurationError
+from raysonar.grammar import Grammar
 
 if TYPE_CHECKING:
     from raysonar.driver.engine import Engine
@@ -81,7 +82,7 @@ def _generate(options: argparse.Namespace) -> None:
         *"max_tokens temperature seed top_p top_k min_p presence_penalty frequency_penalty".split(),
         *"repetition_penalty stop ignore_eos".split(),
     )
-    params = SamplingParams(**values)
+    params = SamplingParams(**values, grammar=_grammar(options))
     config = parse_service_config({"engine": {"model": demo.TARGET, **engine_values(options)}}).engine
     if options.dry_run:
         return dry_run(config, options)
@@ -103,14 +104,25 @@ def _generate(options: argparse.Namespace) -> None:
     return None
 
 
+def _grammar(options: argparse.Namespace) -> Grammar | None:
+    """What the answers must match."""
+    if options.json_schema is not None:
+        return Grammar.json_schema(_read(options.json_schema, "the schema"), "json-schema")
+    return None if options.regex is None else Grammar.regex(options.regex, "regex")
+
+
+def _read(name: str, what: str) -> str:
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"cannot read {what} from {name}: {error}") from error
+
+
 def _read_prompts(name: str) -> list[str]:
     """One prompt a line of a file, or of the standard input."""
     if name == "-" and (sys.stdin is None or sys.stdin.isatty()):
         raise ConfigurationError("no prompt: give --prompt TEXT, --input FILE, or prompts on the standard input")
-    try:
-        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"cannot read prompts from {name}: {error}") from error
+    text = sys.stdin.read() if name == "-" else _read(name, "prompts")
     prompts = [line for line in text.removeprefix("\ufeff").split("\n") if line.strip()]
     if not prompts:
         raise ConfigurationError(f"no prompt in {'the standard input' if name == '-' else name}")

@@ -35,6 +35,9 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--repetition-penalty", type=float, metavar="X")
     group.add_argument("--stop", action="append", metavar="TEXT", help="ends the answer; may be given several times")
     group.add_argument("--ignore-eos", action="store_true", default=None, help="do not stop at end-of-sequence")
+    shape = group.add_mutually_exclusive_group()
+    shape.add_argument("--json-schema", metavar="FILE", help="the answer is JSON that is valid under this schema")
+    shape.add_argument("--regex", metavar="PATTERN", help="the answer as a whole matches this")
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:

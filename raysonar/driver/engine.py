@@ -47,6 +47,7 @@ from raysonar.observe.counters import EngineStats
 from raysonar.observe.steps import StepLog
 from raysonar.ranks.channel import RankInfo, StepChannel
 from raysonar.ranks.start import start_ranks
+from raysonar.speculation.grammar import GrammarCompiler
 
 Prompt = str | Sequence[int]
 """A text, or token ids."""
@@ -84,6 +85,7 @@ class Engine:
         except BaseException:
             worker.stop(timeout=1.0)
             raise
+        self._compiler = GrammarCompiler(lambda: self.tokenizer, self.info.vocab)
         eos = frozenset(self.info.eos_token_ids) | frozenset(self.tokenizer.eos_token_ids)
         self._limits = Limits(
             vocab=self.info.vocab,
@@ -360,6 +362,8 @@ class Engine:
     ) -> Request:
         if not self.tokenizer.available and params.stop:
             raise InvalidRequestError("stop strings need a tokenizer, and the model's folder has none", "stop")
+        if params.grammar is not None:
+            self._compiler.compile(params.grammar)
         if not isinstance(prompt, Sequence | np.ndarray):
             raise InvalidRequestError(f"a prompt is a text or a list of token ids, got {prompt!r}", "prompt")
         text = prompt if isinstance(prompt, str) else None

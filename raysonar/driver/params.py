@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from raysonar.errors import InvalidRequestError
+from raysonar.grammar import Grammar
 
 MAX_LOGPROBS = 100
 MAX_STOPS = 256
@@ -63,6 +64,8 @@ class SamplingParams:
     logprobs: int | None = None
     """0: of the chosen tokens; n: and of the n likeliest."""
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
+    """What the text must match; every token that it does not allow is ruled out, whatever else is asked for."""
     skip_special_tokens: bool = True
     """Whether texts leave special tokens out."""
 
@@ -82,6 +85,7 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} must be true or false, got {getattr(self, name)!r}", name)
         self._check_contents()
+        self._check_grammar()
 
     def _check_range(self, name: str, low: float, high: float, *, above: bool = False) -> None:
         value = getattr(self, name)
@@ -120,6 +124,15 @@ class SamplingParams:
             raise InvalidRequestError(
                 f"min_tokens ({self.min_tokens}) must not be more than max_tokens ({self.max_tokens})", "min_tokens"
             )
+
+    def _check_grammar(self) -> None:
+        if self.grammar is None:
+            return
+        if not isinstance(self.grammar, Grammar):
+            raise InvalidRequestError(f"grammar must be a Grammar, got {self.grammar!r}", "grammar")
+        if self.ignore_eos:
+            message = f"ignore_eos cannot be asked for with {self.grammar.field}: the grammar says where the text ends"
+            raise InvalidRequestError(message, "ignore_eos")
 
     @property
     def greedy(self) -> bool:

@@ -369,4 +369,21 @@ def _admissions(admitted: list[tuple[Answer, int]]) -> dict[str, NDArray[Any]]:
         "bias_value": np.array([value for _, _, value in bias], np.float32),
         "banned_slot": banned[:, 0],
         "banned_token": banned[:, 1],
+        **_grammars(answers),
+    }
+
+
+def _grammars(answers: list[Answer]) -> dict[str, NDArray[Any]]:
+    """The plan's arrays for the grammars of admitted answers, each text once."""
+    under = [(a.slot, grammar) for a in answers if (grammar := a.request.params.grammar) is not None]
+    if not under:
+        return {}
+    places = {grammar: place for place, grammar in enumerate(dict.fromkeys(grammar for _, grammar in under))}
+    texts = [grammar.text.encode() for grammar in places]
+    return {
+        "grammar_slot": np.array([slot for slot, _ in under], np.int32),
+        "grammar_index": np.array([places[grammar] for _, grammar in under], np.int32),
+        "grammar_kind": np.array([grammar.kind for grammar in places], np.int32),
+        "grammar_size": np.array([len(text) for text in texts], np.int32),
+        "grammar_text": np.frombuffer(b"".join(texts), np.uint8),
     }

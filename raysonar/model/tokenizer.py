@@ -120,6 +120,11 @@ class Tokenizer:
             return self._added[token].encode()
         return self._to_bytes(self._pieces[token]) if token in self._pieces else b""
 
+    def pieces(self) -> list[bytes]:
+        """The bytes of every id below `vocab_size`; none of those that `decode` leaves out."""
+        special = {token for token, added in self._required().get_added_tokens_decoder().items() if added.special}
+        return [b"" if token in special else self.token_bytes(token) for token in range(self.vocab_size)]
+
     def is_special(self, token: int) -> bool:
         """Whether `decode` leaves the token out when it skips special tokens."""
         added = self._required().get_added_tokens_decoder().get(token)

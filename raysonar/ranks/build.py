@@ -16,6 +16,7 @@ from raysonar.model.checkpoint import CheckpointReader
 from raysonar.model.folder import ModelFolder, open_folder
 from raysonar.model.loading import LoadedModel, load_model
 from raysonar.model.spec import DeepseekSpec
+from raysonar.model.tokenizer import Tokenizer
 from raysonar.model.transformer import Transformer
 from raysonar.model.weights import Weights
 from raysonar.moe.communicator import Communicator, Place
@@ -25,6 +26,7 @@ from raysonar.ranks.draft_model import check_draft_model, draft_cache_shapes
 from raysonar.ranks.rank import Rank
 from raysonar.ranks.slots import SlotTable
 from raysonar.speculation.draft import Draft
+from raysonar.speculation.grammar import GrammarCompiler
 from raysonar.speculation.mtp import MtpDraft
 from raysonar.speculation.sampler import SamplingTable
 from raysonar.speculation.target_draft import LedDraft, TargetDraft
@@ -125,7 +127,8 @@ def build_rank(
     balancer = None
     if config.parallel.rebalance_steps:
         balancer = _balancer(terms, model, communicators)
-    return Rank(model, memory.cache, memory.slots, memory.sampling, memory.draft, timeline, balancer), info
+    compiler = GrammarCompiler(lambda: Tokenizer.from_folder(terms.folder), terms.folder.spec.vocab)
+    return Rank(model, memory.cache, memory.slots, memory.sampling, memory.draft, timeline, compiler, balancer), info
 
 
 def _wait_for_cuda() -> None:

@@ -1,5 +1,6 @@
 """A plan's rows in packed order, as host arrays: everything of a step's shape that needs no look at the device."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -56,6 +57,11 @@ class Layout:
             capacities=plan.capacities,
             halves=int(plan.halves[0]),
         )
+
+    def seen(self, drafts: Sequence[list[int]]) -> list[list[int]]:
+        """Of each logit row, the drafts before it; drafts: of each sampling row, behind them whatever fills the row."""
+        counts = self.drafts[self.sampling].tolist()
+        return [made[:length] for made, count in zip(drafts, counts, strict=True) for length in range(count + 1)]
 
     @property
     def size(self) -> int:

@@ -12,11 +12,13 @@ from raysonar.model.cache import KvCache
 from raysonar.model.loading import LoadedModel
 from raysonar.moe.executor import run
 from raysonar.observe.timeline import Timeline, now
+from raysonar.ranks.admission import grammars_of
 from raysonar.ranks.layout import Layout
 from raysonar.ranks.logprobs import answer_logprobs, prompt_logprobs
 from raysonar.ranks.slots import SlotTable
 from raysonar.speculation.acceptance import accept
 from raysonar.speculation.draft import Draft, DraftRows, Verified
+from raysonar.speculation.grammar import GrammarCompiler
 from raysonar.speculation.sampler import SamplingTable
 from raysonar.step import SECONDS, StepPlan, StepResult, Tracing
 
@@ -47,11 +49,13 @@ class Rank:
         sampling: SamplingTable,
         draft: Draft | None,
         timeline: Timeline,
+        compiler: GrammarCompiler,
         balancer: ExpertBalancer | None = None,
     ) -> None:
         self._target, self._cache, self._slots = model.target, cache, slots
         self._sampling, self._draft, self._balancer = sampling, draft, balancer
         self._verified: Verified | None = None
+        self._compiler = compiler
         self.timeline = timeline
         self._draft_seconds = (0.0, 0.0)
         """The last draft run, and what of it was exposed."""
@@ -81,7 +85,7 @@ class Rank:
             hidden = torch.cat(run(passes))
         prompt = prompt_logprobs(layout, self._slots, self._target, hidden, inputs=(token_slots, all_positions))
 
-        rows = self._sampling.rows(layout.logit_slots)
+        rows = self._sampling.rows(layout.logit_slots, lambda: layout.seen(drafts.tolist()))
         places = self._upload(layout.logit_rows)
         with span("logits"):
             logits = self._target.logits(hidden if len(places) == layout.size else hidden[places])
@@ -102,7 +106,9 @@ class Rank:
         )
         answer = answer_logprobs(layout, self._slots, logits, tokens)
         seconds = np.array([(timeline.plan_wait / 1e9, *watch.seconds(), *self._draft_seconds)], SECONDS)
-        return self._result(plan, layout, count, tokens, seconds, **prompt, **answer)
+        result = self._result(plan, layout, count, tokens, seconds, **prompt, **answer)
+        self._follow_grammars(result, plan.row_slot)
+        return result
 
     @torch.inference_mode()
     def draft(self) -> None:
@@ -126,6 +132,14 @@ class Rank:
             plan.banned_slot,
             plan.banned_token,
         )
+        for slot, grammar, answer in grammars_of(plan):
+            self._sampling.constrain(slot, self._compiler.compile(grammar), answer)
+
+    def _follow_grammars(self, result: StepResult, slots: NDArray[np.int32]) -> None:
+        """Tell the grammars which tokens the rows have gained."""
+        if self._sampling.grammars.cover(slots):
+            new = [tokens[:count] for tokens, count in zip(result.tokens.tolist(), result.count.tolist(), strict=True)]
+            self._sampling.grammars.accept(slots, new)
 
     def _pack(self, layout: Layout) -> tuple[torch.Tensor, torch.Tensor, list[Batch]]:
         """The rows' slots and starts, int64 [R], and their batch, or its halves."""

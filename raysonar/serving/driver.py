@@ -101,10 +101,12 @@ class Driver:
         """Put one prompt's deltas into `news`, then None; or what went wrong."""
         try:
             request_id = f"{generation.request_id}-{place}"
-            # In a thread: a long text takes its time, and other streams must go on meanwhile.
+            # In threads: a long text and a grammar take their time, and other streams must go on meanwhile.
             tokens = await asyncio.to_thread(self._token_ids, prompt)
             params = self._lengths.checked(len(tokens), generation.params)
-            stream = self._engine.stream(tokens, params, request_id=request_id, priority=generation.priority)
+            stream = await asyncio.to_thread(
+                self._engine.stream, tokens, params, request_id=request_id, priority=generation.priority
+            )
             async with aclosing(stream) as deltas:
                 async for delta in deltas:
                     news.put_nowait((place, delta))

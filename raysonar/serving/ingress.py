@@ -257,6 +257,8 @@ def answer_format(
         raise InvalidRequestError("tools: the model's chat template does not write any", "tools")
     if body.calls_tools and tools is None:
         raise InvalidRequestError(f"tools: this server finds no calls in answers (tool_parser: {tool_parser})", "tools")
+    if body.asked:
+        return AnswerFormat()  # a grammar is kept to from the first token on: all of the answer is content
     reasons = profile.reasons if reasoning_parser == "auto" else reasoning_parser != "none"
     form = AnswerFormat(TOOL_FORMATS[tools] if tools and body.calls_tools else None, reasons)
     return replace(form, spelt=bool(form.marks() & profile.special))

@@ -16,6 +16,7 @@ from raysonar.errors import InvalidRequestError
 from raysonar.serving.body import Body, refused, wrong
 from raysonar.serving.generation import Prompt
 from raysonar.serving.messages import Message, TemplateVariables, Tool, chat_of, check_continuation
+from raysonar.serving.structured import StructuredBody
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions; a chat answer may run to the model's length."""
@@ -38,7 +39,6 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "prediction": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (False,),
     "store": (False,),
@@ -111,7 +111,7 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class GenerationBody(Body, ABC):
+class GenerationBody(StructuredBody, ABC):
     """What both endpoints take. None stands for SamplingParams' own default."""
 
     model: str
@@ -194,6 +194,7 @@ class GenerationBody(Body, ABC):
 
     def _given(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in _PASSED}
+        values["grammar"] = self.grammar()
         return {name: value for name, value in values.items() if value is not None}
 
 
@@ -264,6 +265,9 @@ class ChatBody(GenerationBody):
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise refused("max_tokens", "max_tokens and max_completion_tokens must not differ; give one of them")
         check_continuation(self)
+        if self.calls_tools and self.asked:
+            message = f"{self.asked[0]} cannot be kept to by an answer that may call functions; set tool_choice to none"
+            raise refused(self.asked[0], message)
         return self
 
     @property

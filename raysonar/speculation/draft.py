@@ -116,7 +116,7 @@ class Proposal:
     def add(self, logits: torch.Tensor) -> None:
         """Choose the rows' next drafts by the draft's logits, fp32 [rows, V]."""
         rows, made = self.rows, self._made
-        sampling = self._sampling.rows(rows.host_slots)
+        sampling = self._sampling.rows(rows.host_slots, lambda: self.drafts[self._active, :made].tolist())
         positions = rows.starts + (made + 1)
         scores = sampling.scores(logits, positions, self._tokens)
         chosen = propose(sampling, scores, positions)

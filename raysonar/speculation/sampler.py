@@ -1,14 +1,15 @@
 """Sampling parameters per slot, and the scores they make of logits.
 
-The order is vLLM's: logit_bias, the ban before min_length, repetition penalty, frequency and presence penalties,
-temperature, min_p, top_k, top_p. A token that may not be chosen scores -inf; softmax of the scores is the distribution
-that tokens are drawn from, for the target and for its draft alike.
+The order is vLLM's: the grammar's mask, logit_bias, the ban before min_length, repetition penalty, frequency and
+presence penalties, temperature, min_p, top_k, top_p. A token that may not be chosen scores -inf; softmax of the scores
+is the distribution that tokens are drawn from, for the target and for its draft alike. Nothing gives back what the
+grammar rules out, and a ban that would leave nothing to choose is void.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntFlag
 from functools import cached_property
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -17,7 +18,11 @@ from torch import Tensor
 
 from raysonar.kernels import noise
 from raysonar.kernels.noise import Stream
+from raysonar.speculation.grammar import GrammarTable, allowed
 from raysonar.step import Floats, Ints, Rule
+
+if TYPE_CHECKING:
+    from xgrammar import CompiledGrammar
 
 T = TypeVar("T")
 
@@ -31,6 +36,7 @@ class Need(IntFlag):
     TEMPERATURE = 8
     MIN_P = 16
     TRUNCATION = 32
+    GRAMMAR = 64
 
 
 class _TokenValues:
@@ -74,6 +80,7 @@ class SamplingTable:
         self.integers = torch.zeros(slots, len(_Integers._fields), dtype=torch.int64, device=device)
         self.rules = np.zeros(slots, np.int32)
         self.needs = np.zeros(slots, np.int32)
+        self.grammars = GrammarTable(vocab)
 
     def admit(
         self,
@@ -94,6 +101,7 @@ class SamplingTable:
         for token in (bias_token, banned_token):
             if token.size and not 0 <= token.min() <= token.max() < self.vocab:
                 raise ValueError(f"tokens must be from 0 to {self.vocab - 1}, got {token.min()} to {token.max()}")
+        self.grammars.forget(slots)
         on_device = _upload(slots, self.device)
         self.bias.admit(on_device, bias_slot, bias_token, bias_value)
         self.banned.admit(on_device, banned_slot, banned_token, np.full(banned_token.shape, -np.inf, np.float32))
@@ -104,9 +112,22 @@ class SamplingTable:
         self.needs[slots] = _needs(records) | Need.BIAS * np.isin(slots, bias_slot)
         self.needs[slots] |= Need.BAN * (np.isin(slots, banned_slot) & (records["min_length"] > 0))
 
-    def rows(self, slots: Ints) -> "SamplingRows":
-        """The parameters of a call's rows, [N] slots (numpy, repeats allowed)."""
-        return SamplingRows(self, slots)
+    def constrain(self, slot: int, compiled: "CompiledGrammar", answer: Sequence[int]) -> None:
+        """Put an admitted slot, whose answer begins with these tokens, under a grammar."""
+        self.grammars.admit(slot, compiled, answer)
+        self.needs[slot] |= Need.GRAMMAR
+
+    def rows(self, slots: Ints, seen: Callable[[], Sequence[Sequence[int]]] | None = None) -> "SamplingRows":
+        """The parameters of a call's rows, [N] slots (numpy, repeats allowed).
+
+        seen: gives the drafts that each row has seen behind its slot's accepted tokens; called where grammars need it.
+        Raises ValueError when they do and it was not given.
+        """
+        if not self.grammars.cover(slots):
+            return SamplingRows(self, slots)
+        if seen is None:
+            raise ValueError("rows under a grammar need the drafts that they have seen")
+        return SamplingRows(self, slots, self.grammars.masks(slots, seen()).to(self.device))
 
 
 class _Floats(NamedTuple, Generic[T]):
@@ -137,8 +158,10 @@ class SamplingRows:
     that need nothing cost nothing.
     """
 
-    def __init__(self, table: SamplingTable, slots: Ints) -> None:
+    def __init__(self, table: SamplingTable, slots: Ints, masks: Tensor | None = None) -> None:
+        """masks: what the grammars allow, `GrammarTable.masks`; None when no row has a grammar."""
         self.table = table
+        self.masks = masks
         self.host_slots = slots
         self.rules: Ints = table.rules[slots]
         self.needs: Ints = table.needs[slots]
@@ -168,7 +191,8 @@ class SamplingRows:
 
     def take(self, index: NDArray[np.int64]) -> "SamplingRows":
         """Some of the rows."""
-        return SamplingRows(self.table, self.host_slots[index])
+        masks = None if self.masks is None else self.masks[_upload(index, self.table.device)]
+        return SamplingRows(self.table, self.host_slots[index], masks)
 
     def scores(self, logits: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
         """What the rows' tokens are chosen by.
@@ -238,13 +262,19 @@ def _needs(records: NDArray[Any]) -> NDArray[np.int32]:
     return needs
 
 
+def _mask(rows: SamplingRows, scores: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    assert rows.masks is not None
+    return torch.where(allowed(rows.masks, scores.shape[1]), scores, -torch.inf)
+
+
 def _bias(rows: SamplingRows, scores: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     return rows.table.bias.added(scores, rows.slots)
 
 
 def _ban(rows: SamplingRows, scores: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     early = positions < rows.integers.min_length
-    return rows.table.banned.added(scores, rows.slots, early[:, None])
+    banned = rows.table.banned.added(scores, rows.slots, early[:, None])
+    return torch.where(banned.amax(1, keepdim=True) > -torch.inf, banned, scores)
 
 
 def _penalise(rows: SamplingRows, scores: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
@@ -295,6 +325,7 @@ def _falling(scores: Tensor) -> Tensor:
 
 _Stage = Callable[[SamplingRows, Tensor, Tensor, Tensor], Tensor]
 _STAGES: tuple[tuple[Need, _Stage], ...] = (
+    (Need.GRAMMAR, _mask),
     (Need.BIAS, _bias),
     (Need.BAN, _ban),
     (Need.PENALTIES, _penalise),

@@ -328,3 +328,20 @@ def test_an_interrupt_ends_it_quietly(folder: Path):
         errors = process.stderr.read()
         assert process.wait(TIMEOUT_S) == 128 + signal.SIGINT
     assert "Traceback" not in errors
+
+
+def test_an_answer_can_be_held_to_a_schema_or_an_expression(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object", "properties": {"a": {"enum": [1, "é"]}}, "required": ["a"]}')
+    words = ["generate", "--model", str(folder), "--threads", "1", "--prompt", MESSAGE, "--max-tokens", "40"]
+    assert main([*words, "--json-schema", str(schema)]) == 0
+    assert json.loads(capsys.readouterr().out)["a"] in (1, "é")
+    assert main([*words, "--regex", "[ab]{3}x"]) == 0
+    assert re.fullmatch("[ab]{3}x\n", capsys.readouterr().out)
+    schema.write_text('{"not": {}}')
+    assert main([*words, "--json-schema", str(schema)]) == 2
+    assert "json-schema: the schema cannot be kept exactly: not is not supported, at $" in capsys.readouterr().err
+    assert main([*words, "--json-schema", str(tmp_path / "gone")]) == 2
+    assert "cannot read the schema" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from raysonar.driver.params import SamplingParams
 from raysonar.errors import EngineFailedError, InvalidRequestError, QueueFullError
+from raysonar.grammar import Grammar
 from raysonar.serving.generation import Chat
 from raysonar.serving.problems import problem_of
 from raysonar.serving.protocol import ChatBody, CompletionBody
@@ -50,7 +51,7 @@ def chat(**values: Any) -> ChatBody:
 
 def test_every_sampling_parameter_can_be_sent():
     fields = {field.name for field in dataclasses.fields(SamplingParams)}
-    assert fields == {*SAMPLING, "logprobs"}
+    assert fields == {*SAMPLING, "logprobs", "grammar"}
     assert completion(**SAMPLING, logprobs=2).sampling() == SamplingParams(**EXPECTED, logprobs=2)
     assert chat(**SAMPLING, logprobs=True, top_logprobs=2).sampling() == SamplingParams(**EXPECTED, logprobs=2)
 
@@ -145,3 +146,74 @@ def test_an_unforeseen_error_is_a_500_that_says_nothing_of_the_inside():
     problem = problem_of(KeyError("secret"))
     assert problem.status == 500
     assert "secret" not in json.dumps(problem.body())
+
+
+PERSON = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Grammar.json_object()),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "p", "strict": True, "schema": PERSON},
+                }
+            },
+            Grammar.json_schema(PERSON),
+        ),
+        ({"guided_json": PERSON}, Grammar.json_schema(PERSON)),
+        ({"guided_json": json.dumps(PERSON)}, Grammar.json_schema(PERSON)),
+        ({"guided_regex": "a+"}, Grammar.regex("a+")),
+        ({"guided_choice": ["a", "b"]}, Grammar.choice(["a", "b"])),
+        ({"guided_grammar": 'root ::= "a"'}, Grammar.ebnf('root ::= "a"')),
+        ({"structured_outputs": {"json": PERSON}}, Grammar.json_schema(PERSON)),
+        ({"structured_outputs": {"json_object": True}}, Grammar.json_object()),
+        ({"structured_outputs": {"regex": "a+", "json": None}}, Grammar.regex("a+")),
+        ({"structured_outputs": {"choice": ["a"]}}, Grammar.choice(["a"])),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, Grammar.ebnf('root ::= "a"')),
+        ({"response_format": {"type": "text"}, "guided_regex": "a+"}, Grammar.regex("a+")),
+    ],
+)
+def test_structured_output_has_many_names(sent: dict[str, Any], expected: Grammar | None):
+    for body in (completion(**sent), chat(**sent)):
+        grammar = body.sampling().grammar
+        assert grammar == expected
+        assert grammar is None or grammar.field in sent
+
+
+@pytest.mark.parametrize(
+    ("sent", "param"),
+    [
+        ({"response_format": {"type": "yaml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "p"}}}, "response_format"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs"),
+        ({"guided_json": {"type": "strin"}}, "guided_json"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": "a"}, "guided_choice"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+        ({"response_format": {"type": "json_object", "more": 1}}, "response_format"),
+    ],
+)
+def test_structured_output_that_cannot_be_is_refused_by_its_name(sent: dict[str, Any], param: str):
+    for make in (completion, chat):
+        with pytest.raises((ValidationError, InvalidRequestError)) as refused:
+            make(**sent).sampling()
+        problem = problem_of(refused.value)
+        assert (problem.status, (problem.param or "").split(".")[0]) == (400, param)
+
+
+def test_functions_and_structured_output_are_asked_for_one_at_a_time():
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    assert chat(guided_regex="a", tools=tools, tool_choice="none").sampling().grammar == Grammar.regex("a")
+    assert chat(response_format={"type": "text"}, tools=tools).sampling().grammar is None
+    with pytest.raises(ValidationError, match="may call functions") as refused:
+        chat(guided_regex="a", tools=tools)
+    assert problem_of(refused.value).param == "guided_regex"
