@@ -20,8 +20,8 @@ from measure import emit, in_turn, machine, table
 
 from raysonar import Engine, SamplingParams
 from raysonar.demo import TARGET
+from raysonar.ranks.connections import StepConnections
 from raysonar.ranks.frames import receive_frame, send_frame
-from raysonar.ranks.group import GroupChannel
 from raysonar.step import StepPlan
 
 WARM_UP = 200
@@ -47,7 +47,7 @@ def round_trips(count: int) -> list[float]:
         process.start()
         connection, _ = server.accept()
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    channel = GroupChannel({0: connection}, leaders=[0], timelines=lambda _: [], end=lambda: None)
+    channel = StepConnections({0: connection}, leaders=[0])
     times = []
     for _ in range(WARM_UP + count):
         start = time.perf_counter()

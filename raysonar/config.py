@@ -117,6 +117,16 @@ class ParallelConfig(_Frozen):
         return self.tensor * self.data
 
 
+class RecoveryConfig(_Frozen):
+    """What the engine does about ranks that fail: it starts them again, and running requests go on."""
+
+    restarts: Annotated[int, Field(ge=0)] = 5
+    """Within `window_s`, failures to be mended at the most; the next one ends the engine."""
+    window_s: Annotated[float, Field(gt=0)] = 600.0
+    step_timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    """How long a step may take: ranks that are silent for longer have failed."""
+
+
 class EngineConfig(_Frozen):
     """All that one engine needs."""
 
@@ -134,6 +144,7 @@ class EngineConfig(_Frozen):
     speculation: SpeculationConfig = SpeculationConfig()
     scheduling: SchedulingConfig = SchedulingConfig()
     parallel: ParallelConfig = ParallelConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
 
 
 class LimitsConfig(_Frozen):

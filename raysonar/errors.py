@@ -29,5 +29,13 @@ class QueueFullError(InvalidRequestError):
     """Too many requests wait already; the same request may be sent again later."""
 
 
+class RequestFailedError(RaysonarError, RuntimeError):
+    """A request that the engine fails to answer, again and again; others are not affected. Its `__cause__` says how."""
+
+
 class EngineFailedError(RaysonarError, RuntimeError):
     """The engine has stopped working; its `__cause__` is the root cause."""
+
+
+class RankLostError(EngineFailedError):
+    """A rank's process has ended without a word."""

@@ -1,5 +1,6 @@
 """The data-parallel rows of a group: a scheduler each, stepping together."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -8,9 +9,11 @@ import numpy as np
 
 from raysonar.driver.micro_batching import Decision, MicroBatcher
 from raysonar.driver.pages import extend_keys
+from raysonar.driver.recovery import PROVEN_TOKENS
 from raysonar.driver.request import Answer
 from raysonar.driver.scheduler import Scheduler, Step
-from raysonar.observe.counters import Counters
+from raysonar.observe.answers import AnswerTotals
+from raysonar.observe.counters import Counters, EngineStats
 from raysonar.step import StepPlan, StepResult, Tracing
 
 _IMBALANCE = 2
@@ -42,11 +45,15 @@ class DataParallel:
         self._rebalance_steps = rebalance_steps
         self.tracing = False
         """Whether the ranks keep spans of the steps that are planned."""
+        self._suspects: deque[tuple[Answer, int]] = deque()
+        """Answers that run alone, one after the other, each until it has so many tokens; the first runs now."""
+        self._held: dict[Answer, None] = {}
+        """Answers that wait until no suspect is left."""
 
     @property
     def waiting(self) -> int:
         """Answers that wait for a slot."""
-        return sum(row.waiting for row in self.rows)
+        return sum(row.waiting for row in self.rows) + len(self._held)
 
     @property
     def running(self) -> int:
@@ -63,11 +70,60 @@ class DataParallel:
         """Steps whose results are not in yet."""
         return self.rows[0].in_flight
 
+    def stats(self, held_back: int, answers: AnswerTotals) -> EngineStats:
+        """Gauges and totals of all rows; held_back: answers that wait elsewhere; answers: what they took."""
+        counters = self.totals()
+        return EngineStats(
+            slots=sum(row.slots.total for row in self.rows),
+            running=self.running,
+            waiting=self.waiting + held_back,
+            pages=sum(row.pages.total for row in self.rows),
+            pages_free=sum(row.pages.free for row in self.rows),
+            pages_referenced=sum(row.pages.referenced for row in self.rows),
+            pages_cached=sum(row.pages.cached for row in self.rows),
+            steps_in_flight=self.in_flight,
+            steps=counters.steps,
+            split_steps=counters.split_steps,
+            rank_seconds=counters.rank_seconds,
+            wait_seconds=counters.wait_seconds,
+            exposed_seconds=counters.exposed_seconds,
+            requests=counters.requests,
+            aborted=counters.aborted,
+            recoveries=counters.recoveries,
+            preemptions=counters.preemptions,
+            prompt_tokens=counters.prompt_tokens,
+            generated_tokens=counters.generated_tokens,
+            prefix_lookup_tokens=counters.prefix_lookup_tokens,
+            prefix_hit_tokens=counters.prefix_hit_tokens,
+            drafted=tuple(counters.drafted.tolist()),
+            accepted=tuple(counters.accepted.tolist()),
+            answers=answers,
+        )
+
     def totals(self) -> Counters:
         """The counters of the requests and of all rows, added up."""
         return sum((row.counters for row in self.rows), self.counters)
 
+    @property
+    def alone(self) -> Answer | None:
+        """The answer that runs alone, under suspicion of making the ranks fail."""
+        return self._suspects[0][0] if self._suspects else None
+
+    def restart(self, suspects: Sequence[Answer]) -> None:
+        """The ranks hold nothing any more, nothing runs or is queued; suspects are to run alone when they are again."""
+        for row in self.rows:
+            row.restart()
+        self._suspects = deque((answer, len(answer.tokens) + PROVEN_TOKENS) for answer in suspects)
+        self._held.clear()
+
     def add(self, answer: Answer) -> None:
+        """Queue an answer."""
+        if self._suspects and answer is not self.alone:
+            self._held[answer] = None
+        else:
+            self._route(answer)
+
+    def _route(self, answer: Answer) -> None:
         """Queue an answer at the row that holds most of its prompt, among the rows with the least to do."""
         if len(self.rows) > 1:
             loads = [row.waiting + row.running for row in self.rows]
@@ -79,10 +135,32 @@ class DataParallel:
 
     def finish(self, answer: Answer) -> None:
         """Let go of an answer: its slot and pages are free at once."""
-        self.rows[answer.data_rank].finish(answer)
+        if answer in self._held:
+            del self._held[answer]
+            answer.finished = True
+        else:
+            self.rows[answer.data_rank].finish(answer)
+
+    def _clear_suspects(self) -> None:
+        """Let the next suspect run where the one that runs alone has come far enough, or all answers after the last."""
+        while self._suspects and self._is_cleared(*self._suspects[0]):
+            answer, _ = self._suspects.popleft()
+            if not answer.finished:
+                self.rows[answer.data_rank].withdraw(answer)
+                self._held[answer] = None
+            following = list(self._held) if self.alone is None else [self.alone]
+            for each in following:
+                if each in self._held:
+                    del self._held[each]
+                    self._route(each)
+
+    def _is_cleared(self, answer: Answer, goal: int) -> bool:
+        known = self.rows[answer.data_rank].slots.known
+        return answer.finished or (answer.slot >= 0 and int(known[answer.slot]) >= goal)
 
     def schedule(self) -> PlannedStep | None:
         """The next step, or None when no row has anything to do."""
+        self._clear_suspects()
         plans = [row.schedule() for row in self.rows]
         if all(plan is None for plan in plans):
             return None

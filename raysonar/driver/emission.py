@@ -22,7 +22,8 @@ class Emitter:
         self._most = answer.limit - len(answer.request.prompt_token_ids)
         self._text = None if decoder is None else Detokenizer(decoder, skip_special_tokens=params.skip_special_tokens)
         self._scanner = StopScanner(params.stop, include=params.include_stop_str_in_output)
-        self._tokens = 0
+        self.tokens = 0
+        """Those of the answer that have gone through."""
         self._finish_reason: FinishReason | None = None
         self._stop_reason: str | int | None = None
 
@@ -46,16 +47,16 @@ class Emitter:
         return Delta(index=self._answer.index, text=self._rest(), token_ids=[], finish_reason="abort")
 
     def _add(self, token: int) -> str:
-        self._tokens += 1
+        self.tokens += 1
         stops = token in self._params.stop_token_ids
         if stops or token in self._eos:
             self._finish_reason, self._stop_reason = "stop", token if stops else None
             shown = self._characters(token) if stops and self._params.include_stop_str_in_output else ""
             return self._scanner.flush() + shown + self._rest()
-        text, stop = self._scanner.add(self._characters(token), may_stop=self._tokens >= self._params.min_tokens)
+        text, stop = self._scanner.add(self._characters(token), may_stop=self.tokens >= self._params.min_tokens)
         if stop is not None:
             self._finish_reason, self._stop_reason = "stop", stop
-        elif self._tokens == self._most:
+        elif self.tokens == self._most:
             self._finish_reason = "length"
             text += self._rest()
         return text

@@ -30,11 +30,12 @@ from raysonar.config import (
 )
 from raysonar.driver.collect import Collector, Finished
 from raysonar.driver.data_parallel import DataParallel
-from raysonar.driver.loop import STEP_TIMEOUT_S, EngineLoop
+from raysonar.driver.loop import EngineLoop
 from raysonar.driver.micro_batching import MicroBatcher
 from raysonar.driver.outputs import Delta, GenerationResult
 from raysonar.driver.params import SamplingParams
 from raysonar.driver.profiling import profile
+from raysonar.driver.recovery import Recovery
 from raysonar.driver.request import Limits, Request, Sink, make_request
 from raysonar.driver.scheduler import Scheduler
 from raysonar.driver.worker import Worker
@@ -59,7 +60,6 @@ class Engine:
     """One model replica: loads it, and answers requests from any thread until it is closed.
 
     Attributes:
-        info: what the model takes and the cache holds.
         tokenizer: the folder's.
         steps: records of the last steps.
         costs: what the layers take, as measured when the engine started with micro_batching "auto"; else None.
@@ -71,9 +71,8 @@ class Engine:
         *,
         start: StartRank = start_ranks,
         tokenizer: Tokenizer | None = None,
-        step_timeout: float = STEP_TIMEOUT_S,
     ) -> None:
-        """`tokenizer` None takes the folder's. `step_timeout`, in seconds: a rank that is silent for longer has failed.
+        """`tokenizer` None takes the folder's.
 
         Raises ConfigurationError or ModelFolderError when the model cannot be served so.
         """
@@ -81,27 +80,27 @@ class Engine:
         self.tokenizer = Tokenizer.from_folder(open_folder(config.model)) if tokenizer is None else tokenizer
         worker = Worker("raysonar-engine")
         try:
-            channel, self.info, self.costs = worker.submit(lambda: _start(config, start)).result()
+            channel, info, self.costs = worker.submit(lambda: _start(config, start)).result()
         except BaseException:
             worker.stop(timeout=1.0)
             raise
-        self._compiler = GrammarCompiler(lambda: self.tokenizer, self.info.vocab)
-        eos = frozenset(self.info.eos_token_ids) | frozenset(self.tokenizer.eos_token_ids)
+        self._compiler = GrammarCompiler(lambda: self.tokenizer, info.vocab)
+        eos = frozenset(info.eos_token_ids) | frozenset(self.tokenizer.eos_token_ids)
         self._limits = Limits(
-            vocab=self.info.vocab,
-            max_model_len=self.info.max_model_len,
-            pages=self.info.pages,
-            page_size=self.info.page_size,
+            vocab=info.vocab,
+            max_model_len=info.max_model_len,
+            pages=info.pages,
+            page_size=info.page_size,
             eos_token_ids=eos,
         )
         rows = [
             Scheduler(
-                slots=self.info.slots,
-                pages=self.info.pages,
-                page_size=self.info.page_size,
+                slots=info.slots,
+                pages=info.pages,
+                page_size=info.page_size,
                 max_tokens=self._limits.tokens,
                 token_budget=config.scheduling.token_budget,
-                speculative_tokens=self.info.speculative_tokens,
+                speculative_tokens=info.speculative_tokens,
                 prefix_caching=config.cache.prefix_caching,
             )
             for _ in range(config.parallel.data)
@@ -109,6 +108,7 @@ class Engine:
         self._loop = EngineLoop(
             worker=worker,
             channel=channel,
+            recovery=Recovery(channel, info, config.recovery),
             scheduler=DataParallel(
                 rows,
                 micro_batcher=MicroBatcher(config.parallel.micro_batching, self.costs),
@@ -118,7 +118,7 @@ class Engine:
             eos_token_ids=eos,
             plans_in_flight=config.scheduling.plans_in_flight or (2 if config.parallel.world > 1 else 1),
             max_waiting=config.scheduling.max_waiting,
-            step_timeout=step_timeout,
+            step_timeout=config.recovery.step_timeout_s,
         )
         self._finalizer = weakref.finalize(self, self._loop.close)
 
@@ -182,6 +182,11 @@ class Engine:
         except ValidationError as error:
             raise ConfigurationError(describe(error)) from error
         return cls(config, start=partial(start_ranks, progress=progress))
+
+    @property
+    def info(self) -> RankInfo:
+        """What the model takes and the cache holds, and the ranks' processes now."""
+        return self._loop.info
 
     @property
     def max_length(self) -> int:

@@ -5,32 +5,32 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from raysonar.driver.data_parallel import DataParallel
 from raysonar.driver.detokenize import Decoder
-from raysonar.driver.emission import Emitter, ResultLogprobs
+from raysonar.driver.emission import ResultLogprobs
 from raysonar.driver.micro_batching import Decision, MicroBatcher
-from raysonar.driver.outputs import Delta
-from raysonar.driver.request import Answer, Request
-from raysonar.driver.scheduler import Advance, Step
+from raysonar.driver.open_requests import OpenRequests
+from raysonar.driver.recovery import Recovery, Suspicion, root_cause
+from raysonar.driver.request import Request
+from raysonar.driver.scheduler import Step
 from raysonar.driver.worker import Worker
-from raysonar.errors import EngineFailedError, InvalidRequestError, QueueFullError
-from raysonar.observe.answers import AnswerTotals, Moments
+from raysonar.errors import EngineFailedError, InvalidRequestError
 from raysonar.observe.chrome import RankTimeline
 from raysonar.observe.counters import EngineStats
 from raysonar.observe.steps import StepLog, StepRecord
-from raysonar.ranks.channel import StepChannel
+from raysonar.ranks.channel import RankInfo, StepChannel
 from raysonar.step import SECONDS, StepResult
 
 logger = logging.getLogger(__name__)
 
-STEP_TIMEOUT_S = 600.0
-"""How long one step may take: the first ones may compile kernels."""
 _POLL_S = 0.2
 """How often a wait for the rank looks whether the engine is being closed."""
+_IDLE_POLL_S = 1.0
+"""How often an engine with nothing to do looks whether its ranks are well."""
 
 
 @dataclass(frozen=True)
@@ -53,29 +53,30 @@ class EngineLoop:
         *,
         worker: Worker,
         channel: StepChannel,
+        recovery: Recovery,
         scheduler: DataParallel,
         decoder: Decoder | None,
         eos_token_ids: frozenset[int],
         plans_in_flight: int,
         max_waiting: int,
-        step_timeout: float = STEP_TIMEOUT_S,
+        step_timeout: float,
     ) -> None:
         """`step_timeout` in seconds: a rank that is silent for longer has failed."""
         self._channel = channel
+        self._recovery = recovery
+        self._suspicion = Suspicion()
         self._scheduler = scheduler
-        self._decoder = decoder
-        self._eos_token_ids = eos_token_ids
         self._plans_in_flight = plans_in_flight
-        self._max_waiting = max_waiting
         self._step_timeout = step_timeout
         self._changed = threading.Condition()
         """Guards all that follows, and the scheduler."""
-        self._requests: dict[str, Request] = {}
-        self._emitters: dict[Answer, Emitter] = {}
-        self._held_back = 0
-        """Answers that wait for the first one of their request to fill the prefix cache."""
+        self._open = OpenRequests(scheduler, decoder, eos_token_ids, max_waiting)
         self._closing = False
         self._failure: BaseException | None = None
+        self._restarting = False
+        """Whether the ranks have failed and are being started again."""
+        self._trace_lost = False
+        """Whether they failed under the trace that is being made."""
         self._busy_since: float | None = None
         self._idle = True
         """Whether there was nothing to do until just now."""
@@ -85,12 +86,16 @@ class EngineLoop:
         """How many of them are traced."""
         self._draft_before: float | None = None
         """What the draft run of the step before was expected to take."""
-        self._answers = AnswerTotals()
         self.steps = StepLog()
         self._trace = threading.Lock()
         """Held while a trace is being made."""
         self._worker = worker
         self._end_of_run = worker.submit(self._run)
+
+    @property
+    def info(self) -> RankInfo:
+        """What the ranks that run now are."""
+        return self._recovery.info
 
     @property
     def micro_batcher(self) -> MicroBatcher:
@@ -101,23 +106,7 @@ class EngineLoop:
         """Queue requests, all or none. Raises EngineFailedError, QueueFullError, InvalidRequestError (a known id)."""
         with self._changed:
             self.check_running()
-            waiting = self._scheduler.waiting + self._held_back
-            room = self._scheduler.empty + self._max_waiting - waiting
-            more = sum(len(request.answers) for request in requests)
-            if more > room:
-                raise QueueFullError(f"{waiting} answers are waiting and {more} more were asked for; {room} find room")
-            for request in requests:
-                if request.id in self._requests:
-                    raise InvalidRequestError(f"request id {request.id!r} is in use", "request_id")
-            for request in requests:
-                self._requests[request.id] = request
-                self._scheduler.add(request.answers[0])
-                self._held_back += len(request.answers) - 1
-                for answer in request.answers:
-                    answer.moments = Moments()
-                    self._emitters[answer] = Emitter(answer, self._decoder, self._eos_token_ids)
-                self._scheduler.counters.requests += 1
-                self._scheduler.counters.prompt_tokens += len(request.prompt_token_ids)
+            self._open.add(requests)
             self._changed.notify_all()
 
     def abort(self, request_id: str) -> bool:
@@ -126,7 +115,7 @@ class EngineLoop:
         Returns whether the request was open.
         """
         with self._changed:
-            request = self._requests.get(request_id)
+            request = self._open.get(request_id)
             if request is not None:
                 self.drop(request)
             return request is not None
@@ -134,39 +123,14 @@ class EngineLoop:
     def drop(self, request: Request) -> None:
         """As `abort`; does nothing for a request that is not open."""
         with self._changed:
-            if self._requests.get(request.id) is request:
+            if self._open.get(request.id) is request:
                 self._scheduler.counters.aborted += 1
-                self._cut_off(request)
+                self._open.cut_off(request)
 
     def stats(self) -> EngineStats:
         """The engine now."""
         with self._changed:
-            scheduler, counters, rows = self._scheduler, self._scheduler.totals(), self._scheduler.rows
-            return EngineStats(
-                slots=sum(row.slots.total for row in rows),
-                running=scheduler.running,
-                waiting=scheduler.waiting + self._held_back,
-                pages=sum(row.pages.total for row in rows),
-                pages_free=sum(row.pages.free for row in rows),
-                pages_referenced=sum(row.pages.referenced for row in rows),
-                pages_cached=sum(row.pages.cached for row in rows),
-                steps_in_flight=scheduler.in_flight,
-                steps=counters.steps,
-                split_steps=counters.split_steps,
-                rank_seconds=counters.rank_seconds,
-                wait_seconds=counters.wait_seconds,
-                exposed_seconds=counters.exposed_seconds,
-                requests=counters.requests,
-                aborted=counters.aborted,
-                preemptions=counters.preemptions,
-                prompt_tokens=counters.prompt_tokens,
-                generated_tokens=counters.generated_tokens,
-                prefix_lookup_tokens=counters.prefix_lookup_tokens,
-                prefix_hit_tokens=counters.prefix_hit_tokens,
-                drafted=tuple(counters.drafted.tolist()),
-                accepted=tuple(counters.accepted.tolist()),
-                answers=self._answers.copy(),
-            )
+            return self._scheduler.stats(self._open.held_back, self._open.totals.copy())
 
     def start_trace(self) -> None:
         """Let the ranks keep spans of the steps that are planned from now on.
@@ -177,12 +141,14 @@ class EngineLoop:
         if not self._trace.acquire(blocking=False):
             raise InvalidRequestError("the engine is being traced already; end that trace first")
         try:
+            if self._restarting:
+                raise EngineFailedError("the ranks have failed and are being started again; trace them when they run")
             self._channel.timelines(self._step_timeout)  # drops what a trace that failed has left
         except BaseException:
             self._trace.release()
             raise
         with self._changed:
-            self._scheduler.tracing = True
+            self._scheduler.tracing, self._trace_lost = True, False
 
     def stop_trace(self) -> list[RankTimeline]:
         """End the trace: each rank's spans, once the traced steps are done. Raises EngineFailedError."""
@@ -192,6 +158,8 @@ class EngineLoop:
                 if not self._changed.wait_for(lambda: self._closing or not self._traced_in_flight, self._step_timeout):
                     raise EngineFailedError(f"a traced step brought no result within {self._step_timeout:.0f} s")
                 self.check_running()
+                if self._trace_lost:
+                    raise EngineFailedError("the ranks failed under the trace and were started again; trace once more")
             return self._channel.timelines(self._step_timeout)
         finally:
             self._trace.release()
@@ -215,6 +183,9 @@ class EngineLoop:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
+            restarting = self._restarting
+        if restarting:
+            self._channel.close()  # ends the wait for ranks that nobody wants any more
         if not self._worker.stop(timeout=60.0):
             raise EngineFailedError("the engine loop did not end within 60 s")
         self._channel.close()
@@ -223,26 +194,72 @@ class EngineLoop:
         failure: BaseException | None = None
         try:
             while self._await_work():
-                self._busy_since = time.monotonic()
-                self._send_plans()
-                results = self._receive()
-                if results is not None:
-                    self._take_in(results)
-                self._busy_since = None
+                failed = self._step()
+                if failed is not None:
+                    self._recover(failed)
         except BaseException as error:  # whatever ends the loop must reach those who wait
-            cause = error.__cause__ if isinstance(error, EngineFailedError) and error.__cause__ else error
-            logger.error("the engine has failed", exc_info=cause)
-            failure = cause
+            failure = root_cause(error)
+            logger.error("the engine has failed", exc_info=failure)
         self._end(failure)
 
     def _await_work(self) -> bool:
-        """Block until there is something to do; False when the engine is being closed."""
+        """Block until there is something to do, a while at the most; False when the engine is being closed."""
         with self._changed:
             scheduler = self._scheduler
-            while not (self._closing or scheduler.waiting or scheduler.running or scheduler.in_flight):
+            if not (self._closing or scheduler.waiting or scheduler.running or scheduler.in_flight):
                 self._idle = True
-                self._changed.wait()
+                self._changed.wait(_IDLE_POLL_S)
             return not self._closing
+
+    def _step(self) -> Exception | None:
+        """Plan ahead, and take in the oldest step's results; returns what went wrong."""
+        self._busy_since = time.monotonic()
+        try:
+            self._send_plans()
+            if not self._sent:
+                self._channel.check()
+            results = self._receive()
+            if results is not None:
+                self._take_in(results)
+        except Exception as error:
+            return error
+        finally:
+            self._busy_since = None
+        return None
+
+    def _recover(self, failure: Exception) -> None:
+        """Start the ranks again. Every running answer waits for them, with the tokens that it has given out."""
+        with self._changed:
+            if self._closing:
+                return
+            self._restarting = True
+            self._start_over(failure)
+        try:
+            self._recovery.restart(failure, self._closed_within)
+            self._scheduler.counters.recoveries += 1
+        finally:
+            self._restarting = False
+
+    def _start_over(self, failure: Exception) -> None:
+        """Forget all that was under way; an answer that made the ranks fail alone is not begun again."""
+        cause = root_cause(failure)
+        suspects = self._suspicion.suspects(cause, self._open.running())
+        if self._scheduler.alone in suspects:
+            self._open.fail(suspects[0].request, cause)
+            suspects = []
+        self._scheduler.restart(suspects)
+        self._open.queue_again()
+        self._sent.clear()
+        self._traced_in_flight = 0
+        self._draft_before = None
+        self._idle = True
+        self._trace_lost = self._scheduler.tracing
+        self._changed.notify_all()
+
+    def _closed_within(self, seconds: float) -> bool:
+        """Wait; whether the engine is being closed."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._closing, seconds)
 
     def _send_plans(self) -> None:
         while len(self._sent) < self._plans_in_flight:
@@ -280,10 +297,7 @@ class EngineLoop:
             self._changed.notify_all()
             steps = self._scheduler.commit(results)
             for step, result in zip(steps, results, strict=True):
-                logprobs = ResultLogprobs(result)
-                for advance in step.advances:
-                    if not advance.answer.finished:  # its request may have been cut off by an answer before it
-                        self._give_out(advance, logprobs)
+                self._open.give_out(step.advances, ResultLogprobs(result))
             record = _record(steps, results, sent, self._draft_before)
             self._draft_before = sent.decision.draft_seconds
             self._scheduler.micro_batcher.learn(sent.decision, record.verify_seconds)
@@ -297,79 +311,21 @@ class EngineLoop:
         counters.wait_seconds += record.wait_seconds
         counters.exposed_seconds += record.exposed_seconds
 
-    def _give_out(self, advance: Advance, logprobs: ResultLogprobs) -> None:
-        answer = advance.answer
-        request, params = answer.request, answer.request.params
-        logprobs.of_prompt(advance.row, advance.start, answer)
-        if not advance.tokens:
-            return
-        chosen = None
-        if params.logprobs is not None:
-            chosen = logprobs.of_tokens(advance.row, advance.tokens, params.logprobs)
-        delta = self._emitters[answer].advance(advance.tokens, chosen)
-        self._scheduler.counters.generated_tokens += len(delta.token_ids)
-        self._answers.gave_out(answer.moments, len(delta.token_ids))
-        if not request.started:
-            delta = self._start(request, delta)
-        if delta.finish_reason is not None:
-            delta = self._finish(answer, delta)
-        self._deliver(request, delta)
-
-    def _start(self, request: Request, delta: Delta) -> Delta:
-        """The request's first delta; its other answers find the prompt in the prefix cache from now on."""
-        request.started = True
-        first, *others = request.answers
-        for answer in others:
-            self._scheduler.add(answer)
-        self._held_back -= len(others)
-        return replace(
-            delta,
-            prompt_token_ids=request.prompt_token_ids,
-            prompt_logprobs=first.prompt_logprobs,
-            cached_tokens=first.cached_tokens,
-        )
-
-    def _finish(self, answer: Answer, delta: Delta) -> Delta:
-        """The answer's last delta; its slot and pages are free."""
-        assert delta.finish_reason is not None
-        self._answers.finish(answer.moments, delta.finish_reason, len(answer.request.prompt_token_ids))
-        self._scheduler.finish(answer)
-        del self._emitters[answer]
-        if answer.request.finished:
-            del self._requests[answer.request.id]
-        return replace(delta, acceptance=answer.acceptance, moments=answer.moments)
-
-    def _cut_off(self, request: Request) -> None:
-        for answer in request.answers:
-            if not answer.finished:
-                delta = self._emitters[answer].abort()
-                if not request.started:
-                    delta = self._start(request, delta)
-                self._deliver(request, self._finish(answer, delta))
-
-    def _deliver(self, request: Request, delta: Delta) -> None:
-        try:
-            request.sink(delta)
-        except Exception:  # whoever asked is gone (a closed event loop): that must not end the others' requests
-            logger.exception("request %s: its stream takes no more", request.id)
-            request.sink = _nowhere
-            self._cut_off(request)
-
     def _end(self, failure: BaseException | None) -> None:
         """Tell every open request that the engine has ended."""
         with self._changed:
             self._failure = failure
             self._closing = True
             self._changed.notify_all()
-            for request in self._requests.values():
-                error = EngineFailedError("the engine was closed") if failure is None else _failed(failure)
-                error.__cause__ = failure
-                try:
-                    request.sink(error)
-                except Exception:
-                    logger.exception("request %s: its stream takes no more", request.id)
-            self._requests.clear()
-            self._emitters.clear()
+            self._open.end(self._ended)
+
+    def _ended(self) -> EngineFailedError:
+        """What open requests are told."""
+        if self._failure is None:
+            return EngineFailedError("the engine was closed")
+        error = _failed(self._failure)
+        error.__cause__ = self._failure
+        return error
 
 
 def _failed(cause: BaseException) -> EngineFailedError:
@@ -400,7 +356,3 @@ def _record(
         draft_seconds=slowest["draft"],
         draft_exposed_seconds=slowest["draft_exposed"],
     )
-
-
-def _nowhere(_: object) -> None:
-    """The sink of a request that nobody reads any more."""

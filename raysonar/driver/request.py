@@ -82,6 +82,12 @@ class Answer:
         """Whether its prompt must be computed, not found in the prefix cache, for its log-probabilities."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.request.prompt_token_ids)
 
+    def rewind(self, tokens: int) -> None:
+        """Know the first `tokens` tokens only; it does not run."""
+        if tokens < len(self.tokens):
+            self.tokens = self.tokens[:tokens]
+            self.keys.clear()
+
     def sampling(self) -> NDArray[Any]:
         """Its parameters as the rank takes them: [] of SAMPLING."""
         params, prompt_tokens = self.request.params, len(self.request.prompt_token_ids)

@@ -134,6 +134,20 @@ class Scheduler:
         else:
             self._waiting_count -= 1  # its place in the heap is skipped when it comes up
 
+    def withdraw(self, answer: Answer) -> None:
+        """Take a running answer out of its slot, with the tokens it has; it does not wait for another."""
+        self.pages.release(self.slots.release(answer))
+
+    def restart(self) -> None:
+        """The ranks hold nothing any more: every answer is withdrawn, pages are blank, plans in flight are void."""
+        for answer in list(self.slots.answer):
+            if answer is not None:
+                self.slots.release(answer)
+        self.pages = PageAllocator(self.pages.total)
+        self._flights.clear()
+        self._waiting.clear()
+        self._waiting_count = 0
+
     def schedule(self) -> StepPlan | None:
         """The next step, or None when no row can be computed before a result is in or an answer is added."""
         draft, preemptions = _Draft(), self.counters.preemptions
@@ -184,7 +198,7 @@ class Scheduler:
         return decode[left], drafts[left]
 
     def _preempt(self, answer: Answer) -> None:
-        self.pages.release(self.slots.release(answer))
+        self.withdraw(answer)
         self.add(answer)
         self.counters.preemptions += 1
 

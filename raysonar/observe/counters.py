@@ -36,6 +36,8 @@ class Counters:
         """Of them, found in the prefix cache."""
         self.requests = 0
         self.aborted = 0
+        self.recoveries = 0
+        """Times that failed ranks were started again."""
 
     def __add__(self, other: "Counters") -> "Counters":
         """The totals of both, except of steps, which are the same ones."""
@@ -72,6 +74,8 @@ class EngineStats:
     """Of it, blocked in waits for other ranks: communication that no computation hides."""
     requests: int
     aborted: int
+    recoveries: int
+    """Times that failed ranks were started again."""
     preemptions: int
     prompt_tokens: int
     generated_tokens: int

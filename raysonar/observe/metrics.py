@@ -68,6 +68,7 @@ _READERS: tuple[tuple[Metric, _Read], ...] = (
     _counter("prefix_cache_queries", "Tokens looked up in the prefix cache", lambda s: s.prefix_lookup_tokens),
     _counter("prefix_cache_hits", "Of them, found", lambda s: s.prefix_hit_tokens),
     _counter("num_preemptions", "Answers that gave up their slot for want of pages", lambda s: s.preemptions),
+    _counter("recoveries", "Times that failed ranks were started again", lambda s: s.recoveries),
     _counter("prompt_tokens", "Tokens of prompts queued", lambda s: s.prompt_tokens),
     _counter("generation_tokens", "Tokens given out", lambda s: s.generated_tokens),
     _counter("request_success", "Answers that ended, by reason", lambda s: s.answers.finished, "finished_reason"),

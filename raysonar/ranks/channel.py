@@ -41,6 +41,15 @@ class StepChannel(Protocol):
         Raises TimeoutError after `timeout` seconds, EngineFailedError when a rank has failed or the channel is closed.
         """
 
+    def check(self) -> None:
+        """Raises EngineFailedError when a rank is known to have failed; does not wait."""
+
+    def restart(self) -> RankInfo:
+        """Start the ranks anew, as they were at first; plans that are outstanding are dropped.
+
+        Whatever the ranks were at is ended. Raises what the first start may raise.
+        """
+
     def timelines(self, timeout: float) -> list[RankTimeline]:
         """What each rank has recorded of traced steps since this was last asked; may be called from any thread.
 

@@ -3,13 +3,10 @@
 import logging
 import os
 import secrets
-import selectors
 import socket
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import ray
@@ -23,13 +20,14 @@ from raysonar.moe.communicator import Place
 from raysonar.observe.chrome import RankTimeline
 from raysonar.ranks.actor import Meeting, RankActor
 from raysonar.ranks.channel import RankInfo
-from raysonar.ranks.frames import Kind, receive_frame, send_frame
+from raysonar.ranks.connections import FRAME_TIMEOUT_S, StepConnections
+from raysonar.ranks.frames import Kind, receive_frame
 from raysonar.ranks.timelines import collect_timelines
 
 _CROWDED = 4
 """Ranks' threads that share a CPU at the most, where raysonar starts Ray by itself: enough to try layouts out."""
-_FRAME_TIMEOUT_S = 30.0
-"""How long the rest of a frame may take once it has begun, and how long a rank may refuse to take a plan."""
+_WAIT_S = 1.0
+"""How often a wait for Ray looks whether the group is still wanted, and what time it is."""
 
 
 def start_group(config: EngineConfig, *, actor: type[RankActor] = RankActor) -> tuple["GroupChannel", RankInfo]:
@@ -38,24 +36,23 @@ def start_group(config: EngineConfig, *, actor: type[RankActor] = RankActor) -> 
     Raises ConfigurationError or ModelFolderError when the cluster or the model cannot do it, EngineFailedError when a
     rank dies on the way.
     """
-    deadline = time.monotonic() + config.parallel.start_timeout_s
-    group = _Group(config, actor)
+    channel = GroupChannel(_Group(config, actor))
     try:
-        group.place(deadline)
-        return group.start(deadline)
+        return channel, channel.restart()
     except BaseException:
-        group.end()
+        channel.close()
         raise
 
 
 class _Group:
-    """The actors and what holds their places."""
+    """The actors and what holds their places, which they keep when they are started again."""
 
     def __init__(self, config: EngineConfig, actor: type[RankActor]) -> None:
+        self.actors: list[Any] = []
         self._actor = actor
         self._world = config.parallel.world
-        self._actors: list[Any] = []
         self._placement: PlacementGroup | None = None
+        self._ended = False
         self._owns_ray = not ray.is_initialized()
         if self._owns_ray:
             _start_ray(config)
@@ -69,67 +66,89 @@ class _Group:
             need["GPU"] = 1.0
         return need
 
-    def place(self, deadline: float) -> None:
-        """Reserve the ranks' places and create the actors, those of a node next to each other, from this node on."""
+    def start(self) -> tuple[StepConnections, RankInfo]:
+        """Kill the actors there are, and start new ones in their places (in others, where a node is gone)."""
+        deadline = time.monotonic() + self._config.parallel.start_timeout_s
+        self._kill()
+        self._place(deadline)
+        return self._meet(deadline)
+
+    def _place(self, deadline: float) -> None:
+        """Create the actors in the reserved places, those of a node next to each other, from this node on."""
         parallel = self._config.parallel
-        self._placement = placement_group([self._bundle] * self._world, strategy=parallel.placement)
-        if not self._placement.wait(max(deadline - time.monotonic(), 0.1)):
-            have = _processors(ray.cluster_resources())  # type: ignore[no-untyped-call]
-            free = _processors(ray.available_resources())  # type: ignore[no-untyped-call]
-            raise ConfigurationError(
-                f"parallel: no place for {self._world} ranks of {self._bundle} each ({parallel.placement}) within "
-                f"{parallel.start_timeout_s:.0f} s; the cluster has {have} in all, {free} free"
-            )
+        placement = self._reserve(deadline)
         here = ray.get_runtime_context().get_node_id()
-        nodes: dict[int, str] = placement_group_table(self._placement)["bundles_to_node_id"]
+        nodes: dict[int, str] = placement_group_table(placement)["bundles_to_node_id"]
         order = sorted(nodes, key=lambda bundle: (nodes[bundle] != here, nodes[bundle], bundle))
         for rank, bundle in enumerate(order):
             place = Place(rank=rank, tensor=parallel.tensor, data=parallel.data)
             remote = ray.remote(self._actor).options(  # type: ignore[attr-defined]
                 num_cpus=self._bundle["CPU"],
                 num_gpus=self._bundle.get("GPU", 0),
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, bundle),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(placement, bundle),
             )
-            self._actors.append(remote.remote(self._config, place))
+            self.actors.append(remote.remote(self._config, place))
 
-    def start(self, deadline: float) -> tuple["GroupChannel", RankInfo]:
+    def _reserve(self, deadline: float) -> PlacementGroup:
+        """The ranks' places, all of them there."""
+        parallel = self._config.parallel
+        if self._placement is None:
+            self._placement = placement_group([self._bundle] * self._world, strategy=parallel.placement)
+        while not self._placement.wait(_WAIT_S):
+            self._check_wanted()
+            if time.monotonic() > deadline:
+                have = _processors(ray.cluster_resources())  # type: ignore[no-untyped-call]
+                free = _processors(ray.available_resources())  # type: ignore[no-untyped-call]
+                raise ConfigurationError(
+                    f"parallel: no place for {self._world} ranks of {self._bundle} each ({parallel.placement}) within "
+                    f"{parallel.start_timeout_s:.0f} s; the cluster has {have} in all, {free} free"
+                )
+        return self._placement
+
+    def _meet(self, deadline: float) -> tuple[StepConnections, RankInfo]:
         """Let the ranks find each other and load the model."""
         host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         with socket.create_server((host, 0)) as server:
             secret = secrets.token_bytes(16)
-            store = self._get([self._actors[0].open_store.remote()], deadline)[0]
+            store = self._get([self.actors[0].open_store.remote()], deadline)[0]
             meeting = Meeting(store=store, driver=(host, server.getsockname()[1]), secret=secret)
-            infos = self._get([actor.start.remote(meeting) for actor in self._actors], deadline)
+            infos = self._get([actor.start.remote(meeting) for actor in self.actors], deadline)
             server.settimeout(max(deadline - time.monotonic(), 0.1))
             connections = _accept(server, self._world, secret)
-        parallel = self._config.parallel
-        leaders = range(0, self._world, parallel.tensor)
+        leaders = range(0, self._world, self._config.parallel.tensor)
         info = replace(infos[0], processes=tuple(process for each in infos for process in each.processes))
-        timelines = partial(collect_timelines, self._actors, info.processes)
-        return GroupChannel(connections, leaders=leaders, timelines=timelines, end=self.end), info
+        return StepConnections(connections, leaders), info
 
     def _get(self, calls: list[Any], deadline: float) -> list[Any]:
         """The calls' results; the first failure is raised at once, not when the last call has ended."""
         pending = list(calls)
         try:
             while pending:
-                done, pending = ray.wait(pending, timeout=max(deadline - time.monotonic(), 0.0))
-                if not done:
+                done, pending = ray.wait(pending, timeout=_WAIT_S)
+                ray.get(done)
+                self._check_wanted()
+                if pending and time.monotonic() > deadline:
                     raise ConfigurationError(
                         f"parallel: the ranks were not up within {self._config.parallel.start_timeout_s:.0f} s"
                     )
-                ray.get(done)
             return list(ray.get(calls))
         except RaysonarError:
             raise
         except ray.exceptions.RayError as error:
             raise EngineFailedError(f"a rank failed to start: {error}") from error
 
+    def _check_wanted(self) -> None:
+        if self._ended:
+            raise EngineFailedError("the group was ended while it was being started")
+
+    def _kill(self) -> None:
+        while self.actors:
+            ray.kill(self.actors.pop())
+
     def end(self) -> None:
         """Kill the actors and give up their places, and Ray if it was started for them. May be called again."""
-        for actor in self._actors:
-            ray.kill(actor)
-        self._actors.clear()
+        self._ended = True
+        self._kill()
         if self._placement is not None:
             remove_placement_group(self._placement)
             self._placement = None
@@ -139,69 +158,51 @@ class _Group:
 
 
 class GroupChannel:
-    """Step connections to all ranks: plans go to every rank of a row, results come from the row's first."""
+    """The step channel to a group of ranks, which it can start again, and ends when it is closed."""
 
-    def __init__(
-        self,
-        connections: dict[int, socket.socket],
-        *,
-        leaders: Sequence[int],
-        timelines: Callable[[float], list[RankTimeline]],
-        end: Callable[[], None],
-    ) -> None:
-        """connections: by rank; leaders: the first rank of each data-parallel row; end: called when it is closed."""
-        self._connections, self._leaders, self._end = connections, leaders, end
-        self.timelines = timelines
-        self._results: dict[int, deque[bytes]] = {rank: deque() for rank in leaders}
-        self._selector = selectors.DefaultSelector()
-        for rank, connection in connections.items():
-            connection.settimeout(_FRAME_TIMEOUT_S)
-            self._selector.register(connection, selectors.EVENT_READ, rank)
+    def __init__(self, group: "_Group") -> None:
+        self._group = group
+        self._connections: StepConnections | None = None
+        self._processes: tuple[tuple[str, int], ...] = ()
+
+    def restart(self) -> RankInfo:
+        """Start the ranks, within `parallel.start_timeout_s`; those there are, well or not, are killed first."""
+        self._hang_up()
+        self._connections, info = self._group.start()
+        self._processes = info.processes
+        return info
 
     def send(self, plans: Sequence[bytes]) -> None:
         """Queue a step: a packed StepPlan for each data-parallel row."""
-        tensor = len(self._connections) // len(self._leaders)
-        for rank, connection in self._connections.items():
-            try:
-                send_frame(connection, Kind.STEP, plans[rank // tensor])
-            except OSError as error:
-                raise EngineFailedError(self._last_words(rank) or f"rank {rank} is gone: {error}") from None
+        self._connected.send(plans)
 
     def receive(self, timeout: float) -> list[bytes]:
         """The oldest outstanding step's packed StepResults."""
-        deadline = time.monotonic() + timeout
-        while not all(self._results.values()):
-            ready = self._selector.select(max(deadline - time.monotonic(), 0.0))
-            if not ready:
-                raise TimeoutError(f"the step brought no result within {timeout} s")
-            for key, _ in ready:
-                self._take(key.data)
-        return [self._results[rank].popleft() for rank in self._leaders]
+        return self._connected.receive(timeout)
 
-    def _take(self, rank: int) -> None:
-        try:
-            kind, payload = receive_frame(self._connections[rank])
-        except OSError as error:
-            raise EngineFailedError(f"rank {rank} is gone: {error}") from None
-        if kind is not Kind.STEP:
-            raise EngineFailedError(payload.decode())
-        self._results[rank].append(payload)
+    def check(self) -> None:
+        """Raises EngineFailedError when a rank has said that it failed, or is gone."""
+        self._connected.check()
 
-    def _last_words(self, rank: int) -> str | None:
-        """What a rank that has closed its connection said at last."""
-        try:
-            while (frame := receive_frame(self._connections[rank]))[0] is not Kind.FAILURE:
-                pass
-        except OSError:
-            return None
-        return frame[1].decode()
+    def timelines(self, timeout: float) -> list[RankTimeline]:
+        """Of all ranks."""
+        return collect_timelines(self._group.actors, self._processes, timeout)
 
     def close(self) -> None:
-        """End the ranks; may be called again."""
-        self._selector.close()
-        for connection in self._connections.values():
-            connection.close()
-        self._end()
+        """End the ranks, and a start that another thread waits for; may be called again."""
+        self._hang_up()
+        self._group.end()
+
+    @property
+    def _connected(self) -> StepConnections:
+        if self._connections is None:
+            raise EngineFailedError("the group's channel is closed")
+        return self._connections
+
+    def _hang_up(self) -> None:
+        connections, self._connections = self._connections, None
+        if connections is not None:
+            connections.close()
 
 
 def _processors(resources: dict[str, float]) -> dict[str, float]:
@@ -250,7 +251,7 @@ def _accept(server: socket.socket, world: int, secret: bytes) -> dict[int, socke
     connections: dict[int, socket.socket] = {}
     while len(connections) < world:
         connection, _ = server.accept()
-        connection.settimeout(_FRAME_TIMEOUT_S)
+        connection.settimeout(FRAME_TIMEOUT_S)
         kind, payload = receive_frame(connection)
         if kind is not Kind.HELLO or not secrets.compare_digest(payload[4:], secret):
             connection.close()

@@ -1,13 +1,15 @@
 """A rank in the driver's own process."""
 
+import gc
 import os
 import socket
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from raysonar.errors import EngineFailedError
 from raysonar.observe.chrome import RankTimeline
 from raysonar.observe.timeline import now
+from raysonar.ranks.channel import RankInfo
 from raysonar.ranks.rank import Rank
 from raysonar.step import StepPlan
 
@@ -16,10 +18,23 @@ class InProcessChannel:
     """Runs a step when its result is asked for, and the draft of the step before first: the order of work of a rank of
     its own, without a thread that would fight the driver for the interpreter."""
 
-    def __init__(self, rank: Rank) -> None:
-        self._rank: Rank | None = rank
+    def __init__(self, build: Callable[[], tuple[Rank, RankInfo]]) -> None:
+        """`build` loads the model; there is no rank before `restart`."""
+        self._build = build
+        self._rank: Rank | None = None
         self._plans: deque[bytes] = deque()
         self._free_since: int | None = None
+
+    def restart(self) -> RankInfo:
+        """Load the model, once the memory of the rank there was is free."""
+        self.close()
+        gc.collect()
+        self._rank, info = self._build()
+        self._free_since = None
+        return info
+
+    def check(self) -> None:
+        """A rank that failed has said so in its step."""
 
     def send(self, plans: Sequence[bytes]) -> None:
         """Queue the one row's packed StepPlan."""

@@ -23,5 +23,5 @@ def start_ranks(config: EngineConfig, *, progress: bool = False) -> tuple[StepCh
         return start_group(config)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    rank, info = build_rank(config, communicators_of_one_rank(), progress=progress)
-    return InProcessChannel(rank), info
+    channel = InProcessChannel(lambda: build_rank(config, communicators_of_one_rank(), progress=progress))
+    return channel, channel.restart()

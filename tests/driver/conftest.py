@@ -8,7 +8,14 @@ import tokenizers
 from support.fake_rank import FakeChannel, FakeRank, HashModel, rank_info
 from support.tokenizers import write_tokenizer
 
-from raysonar.config import CacheConfig, EngineConfig, ParallelConfig, SchedulingConfig, SpeculationConfig
+from raysonar.config import (
+    CacheConfig,
+    EngineConfig,
+    ParallelConfig,
+    RecoveryConfig,
+    SchedulingConfig,
+    SpeculationConfig,
+)
 from raysonar.driver.engine import Engine
 from raysonar.model.tokenizer import Tokenizer
 
@@ -45,6 +52,7 @@ def start_engine(tokenizer, model) -> Iterator[Callable[..., Engine]]:
         prefix_caching: bool = True,
         max_waiting: int = 100,
         step_timeout: float = 60.0,
+        restarts: int = 0,
         **sizes: int,
     ) -> Engine:
         info = rank_info(k=k, vocab=VOCAB, **{"max_model_len": 128, "pages": 256, **sizes})
@@ -56,9 +64,10 @@ def start_engine(tokenizer, model) -> Iterator[Callable[..., Engine]]:
                 token_budget=token_budget, plans_in_flight=plans_in_flight, max_waiting=max_waiting
             ),
             parallel=ParallelConfig(tensor=tensor),
+            recovery=RecoveryConfig(restarts=restarts, step_timeout_s=step_timeout),
         )
         start.channel = FakeChannel(FakeRank(info=info, token_budget=token_budget, model=model), before)
-        engine = Engine(config, start=lambda _: (start.channel, info), tokenizer=tokenizer, step_timeout=step_timeout)
+        engine = Engine(config, start=lambda _: (start.channel, info), tokenizer=tokenizer)
         engines.append(engine)
         return engine
 

@@ -421,7 +421,7 @@ def test_a_rank_that_is_silent_for_too_long_has_failed(start_engine):
     def silent(plan):
         raise TimeoutError
 
-    engine = start_engine(before=silent, step_timeout=0.0)
+    engine = start_engine(before=silent, step_timeout=1e-9)
     with pytest.raises(EngineFailedError, match="a step brought no result within 0 s"):
         engine.generate([5], params())
 
@@ -540,7 +540,7 @@ def test_a_model_without_a_tokenizer_takes_token_ids_only(start_engine, tmp_path
 
 
 def test_options_that_cannot_work_are_refused_by_name(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"tokens: .* \(got 5\)"):
+    with pytest.raises(ConfigurationError, match="tokens: 5 is for a draft model"):
         Engine.from_folder(tmp_path, speculative_tokens=5)
     with pytest.raises(ConfigurationError, match="page_size"):
         Engine.from_folder(tmp_path, page_size=0)

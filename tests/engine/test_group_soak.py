@@ -10,7 +10,14 @@ import pytest
 from support.checkpoints import make_deepseek_v3, make_llama
 
 from raysonar import Engine, SamplingParams
-from raysonar.config import CacheConfig, EngineConfig, ParallelConfig, SchedulingConfig, SpeculationConfig
+from raysonar.config import (
+    CacheConfig,
+    EngineConfig,
+    ParallelConfig,
+    RecoveryConfig,
+    SchedulingConfig,
+    SpeculationConfig,
+)
 from raysonar.errors import EngineFailedError
 from raysonar.moe.communicator import Communicator
 from raysonar.ranks.actor import RankActor
@@ -122,7 +129,7 @@ def test_every_rank_calls_the_same_collectives_whatever_rows_it_holds(
 
 @pytest.mark.parametrize(("rank", "half"), [(1, 1), (0, 0)])
 def test_a_fault_in_one_half_of_a_layer_fails_the_group_with_its_cause(folder: Path, rank: int, half: int) -> None:
-    settings = config(folder, tensor=1, data=2, halves=True)
+    settings = config(folder, tensor=1, data=2, halves=True).model_copy(update={"recovery": RecoveryConfig(restarts=0)})
     with Engine(settings, start=partial(start_group, actor=failing(rank, half, call=41))) as engine:
         began = time.monotonic()
         stream = engine.generate_stream([[5, 6, 7]] * 6, SamplingParams(temperature=0, ignore_eos=True))

@@ -89,6 +89,8 @@ class FakeRank:
 
     def step(self, plan: StepPlan) -> StepResult:
         """Check a plan, run it, check what it reads."""
+        if not self.steps:  # the first since the rank was started
+            self.steps = int(plan.number[0])
         assert plan.number.tolist() == [self.steps], "plans are numbered in order"
         self.steps += 1
         self._admit(plan)
@@ -271,7 +273,11 @@ class FakeChannel:
     def __init__(self, rank: FakeRank, before: Callable[[StepPlan], None] = lambda plan: None) -> None:
         """`before` is called with each plan before it runs; what it raises fails the rank, TimeoutError excepted."""
         self.rank, self.before = rank, before
-        self.closed = 0
+        self.closed = self.restarts = 0
+        self.restart_error: Callable[[], Exception | None] = lambda: None
+        """What a restart raises, if anything."""
+        self.idle_error: Exception | None = None
+        """What a rank at rest fails with."""
         self._plans: deque[bytes] = deque()
 
     def send(self, plans: Sequence[bytes]) -> None:
@@ -289,6 +295,20 @@ class FakeChannel:
             raise EngineFailedError("the rank has failed") from error
         self._plans.popleft()
         return [result]
+
+    def check(self) -> None:
+        error, self.idle_error = self.idle_error, None
+        if error is not None:
+            raise error
+
+    def restart(self) -> RankInfo:
+        self.restarts += 1
+        self._plans.clear()
+        if (error := self.restart_error()) is not None:
+            raise error
+        old = self.rank
+        self.rank = FakeRank(info=old.info, token_budget=old.token_budget, model=old.model)
+        return old.info
 
     def timelines(self, timeout: float) -> list[RankTimeline]:
         return []
