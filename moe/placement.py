@@ -36,17 +36,18 @@ class Placement:
                 slots[expert].append(slot)
         return slots
 
-    def imbalance(self, loads: Sequence[float]) -> float:
-        """The busiest rank's load over the mean, when an expert's load is shared evenly by its replicas; 1 is best."""
-        total = sum(loads)
-        if not total:
-            return 1.0
+    def by_rank(self, loads: Sequence[float]) -> list[float]:
+        """Each rank's load, when an expert's load is shared evenly by its replicas."""
         slots = self.slots_of(len(loads))
-        busiest = max(
+        return [
             sum(loads[expert] / len(slots[expert]) for expert in self.own(rank) if expert >= 0)
             for rank in range(self.ranks)
-        )
-        return busiest * self.ranks / total
+        ]
+
+    def imbalance(self, loads: Sequence[float]) -> float:
+        """The busiest rank's load over the mean; 1 is best."""
+        total = sum(loads)
+        return max(self.by_rank(loads)) * self.ranks / total if total else 1.0
 
 
 def initial_placement(experts: int, ranks: int, redundant: int) -> Placement:

@@ -188,5 +188,9 @@ class StepResult(_Packed):
     prompt_top_token: Ints = _array("<i4", 2)
     """[sum(prompt_count), N]."""
     prompt_top_logprob: Floats = _array("<f4", 2)
+    expert_tokens: NDArray[np.float64] = _array("<f8")
+    """[ranks]: tokens that each rank's experts had since they were last placed; [0] when this step places none."""
+    expert_imbalance: NDArray[np.float64] = _array("<f8")
+    """[1], or [0]: the busiest rank's over the mean, in the layer where that is worst."""
     seconds: NDArray[Any] = _array(SECONDS)
     """[1]: where the rank's time went. On a GPU it is the host's, which runs ahead of the device."""

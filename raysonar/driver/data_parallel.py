@@ -97,6 +97,9 @@ class DataParallel:
             prefix_hit_tokens=counters.prefix_hit_tokens,
             drafted=tuple(counters.drafted.tolist()),
             accepted=tuple(counters.accepted.tolist()),
+            decisions=counters.decisions,
+            expert_tokens=counters.expert_tokens,
+            expert_imbalance=counters.expert_imbalance,
             answers=answers,
         )
 
@@ -178,4 +181,5 @@ class DataParallel:
 
     def commit(self, results: Sequence[StepResult]) -> list[Step]:
         """Take in the oldest outstanding step's results, one a row."""
+        self.counters.count_experts(results[0].expert_tokens.tolist(), results[0].expert_imbalance.tolist())
         return [row.commit(result) for row, result in zip(self.rows, results, strict=True)]

@@ -306,6 +306,7 @@ class EngineLoop:
 
     def _count(self, record: StepRecord) -> None:
         counters = self._scheduler.counters
+        counters.decisions.count(record)
         counters.split_steps += record.halves == 2
         counters.rank_seconds += record.seconds
         counters.wait_seconds += record.wait_seconds

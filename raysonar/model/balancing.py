@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
 
@@ -12,6 +13,16 @@ from raysonar.moe.communicator import Communicator
 from raysonar.moe.placement import balanced_placement
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """What the experts had to do since the last time, where they were."""
+
+    by_rank: list[float]
+    """Tokens of each rank's experts, in all layers."""
+    imbalance: float
+    """The busiest rank's load over the mean, in the layer where that is worst."""
 
 
 class ExpertBalancer:
@@ -30,17 +41,20 @@ class ExpertBalancer:
         self._layers, self._communicator, self._open_weights = layers, communicator, open_weights
 
     @torch.inference_mode()
-    def rebalance(self) -> None:
-        """Between two steps, on every rank at once."""
+    def rebalance(self) -> ExpertLoad:
+        """Between two steps, on every rank at once; the same everywhere."""
         loads = self._communicator.sum_over_world(torch.stack([layer.load for layer in self._layers]))
         moved, before, after = 0, 0.0, 0.0
+        by_rank = [0.0] * self._communicator.place.world
         with self._open_weights() as weights:
             for layer, load in zip(self._layers, loads.tolist(), strict=True):
                 placement = balanced_placement(load, layer.placement)
                 before = max(before, layer.placement.imbalance(load))
+                by_rank = [sum(pair) for pair in zip(by_rank, layer.placement.by_rank(load), strict=True)]
                 after = max(after, placement.imbalance(load))
                 if placement != layer.placement:
                     moved += layer.move(placement, weights)
                 layer.load.zero_()
         rank = self._communicator.place.rank
         logger.info("rank %d read %d experts; worst imbalance of a layer %.2f, then %.2f", rank, moved, before, after)
+        return ExpertLoad(by_rank, before)

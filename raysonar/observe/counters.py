@@ -1,11 +1,14 @@
 """Counters and gauges of an engine as plain data."""
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raysonar.observe.answers import AnswerTotals
+from raysonar.observe.steps import Decisions
 
 
 class Counters:
@@ -34,10 +37,22 @@ class Counters:
         """Of admitted answers."""
         self.prefix_hit_tokens = 0
         """Of them, found in the prefix cache."""
+        self.decisions = Decisions()
+        self.expert_tokens: Counter[str] = Counter()
+        """By rank; counted each time that experts are placed anew."""
+        self.expert_imbalance = 0.0
+        """The last time: see StepResult. Not a total, but counted in one place only."""
         self.requests = 0
         self.aborted = 0
         self.recoveries = 0
         """Times that failed ranks were started again."""
+
+    def count_experts(self, tokens: Sequence[float], imbalance: Sequence[float]) -> None:
+        """What StepResult says of them; nothing in most steps."""
+        for rank, had in enumerate(tokens):
+            self.expert_tokens[str(rank)] += round(had)
+        for each in imbalance:
+            self.expert_imbalance = each
 
     def __add__(self, other: "Counters") -> "Counters":
         """The totals of both, except of steps, which are the same ones."""
@@ -84,5 +99,10 @@ class EngineStats:
     drafted: tuple[int, ...]
     accepted: tuple[int, ...]
     """By position in the draft, as `drafted`."""
+    decisions: Decisions
+    expert_tokens: Mapping[str, int]
+    """That each rank's experts had, in all layers, until they were last placed anew."""
+    expert_imbalance: float
+    """Until then, the busiest rank's over the mean, in the layer where that is worst; 0 before the first time."""
     answers: AnswerTotals
     """What they took, and how they ended."""

@@ -106,12 +106,35 @@ _READERS: tuple[tuple[Metric, _Read], ...] = (
     ),
     _counter("steps", "Steps of the ranks", lambda s: s.steps),
     _counter("split_steps", "Of them, run as two micro-batches", lambda s: s.split_steps),
+    _counter("step_decisions", "Steps by why they were split, or were not", lambda s: s.decisions.reasons, "reason"),
     _counter("step_seconds", "What steps took the ranks: waiting, verifying, drafting", lambda s: s.rank_seconds),
     _counter("step_waiting_for_plans_seconds", "Of it, waiting for plans", lambda s: s.wait_seconds),
     _counter(
         "step_exposed_communication_seconds",
         "Of it, blocked in waits for other ranks: communication that no computation hides",
         lambda s: s.exposed_seconds,
+    ),
+    _counter(
+        "step_predicted_seconds",
+        "What the cost model expected of steps, where there is one",
+        lambda s: s.decisions.predicted_seconds,
+    ),
+    _counter("step_predicted_measured_seconds", "What those steps took", lambda s: s.decisions.measured_seconds),
+    _counter(
+        "step_prediction_error_seconds",
+        "The differences of the two, each without its sign",
+        lambda s: s.decisions.error_seconds,
+    ),
+    _counter(
+        "expert_tokens",
+        "Tokens that each rank's experts had, counted each time that they are placed anew",
+        lambda s: s.expert_tokens,
+        "rank",
+    ),
+    _gauge(
+        "expert_load_imbalance",
+        "The busiest rank's tokens over the mean, in the worst layer, when experts were last placed anew; 0 before",
+        lambda s: s.expert_imbalance,
     ),
 )
 

@@ -1,6 +1,6 @@
 """Step records: what each step computed and how long it took."""
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 
 
@@ -49,6 +49,35 @@ class StepRecord:
     def wait_share(self) -> float:
         """The part of the rank's time that it waited for a plan, 0 to 1."""
         return self.wait_seconds / self.seconds
+
+
+class Decisions:
+    """Totals of what was decided and expected of steps."""
+
+    def __init__(self) -> None:
+        self.reasons: Counter[str] = Counter()
+        """Steps, by why they were split, or were not."""
+        self.predicted_seconds = 0.0
+        """Expected of steps, where the cost model expected something."""
+        self.measured_seconds = 0.0
+        """That those steps took."""
+        self.error_seconds = 0.0
+        """The differences, each without its sign."""
+
+    def count(self, record: StepRecord) -> None:
+        """Add a step."""
+        self.reasons[record.reason] += 1
+        if record.predicted_seconds is not None:
+            measured = record.verify_seconds + record.draft_seconds
+            self.predicted_seconds += record.predicted_seconds
+            self.measured_seconds += measured
+            self.error_seconds += abs(record.predicted_seconds - measured)
+
+    def __add__(self, other: "Decisions") -> "Decisions":
+        total = Decisions()
+        for name, value in vars(self).items():
+            setattr(total, name, value + getattr(other, name))
+        return total
 
 
 class StepLog:

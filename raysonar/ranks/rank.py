@@ -67,9 +67,11 @@ class Rank:
         tracing = Tracing(int(plan.traced[0])) if plan.traced.size else Tracing.OFF
         timeline.begin(int(plan.number[0]), traced=tracing > Tracing.OFF, settled=tracing is Tracing.SETTLED)
         watch = _Stopwatch(timeline)
+        load: dict[str, NDArray[Any]] = {}
         if self._balancer is not None and plan.rebalance.any():
             with span("move experts"):
-                self._balancer.rebalance()
+                had = self._balancer.rebalance()
+            load = {"expert_tokens": np.array(had.by_rank), "expert_imbalance": np.array([had.imbalance])}
         with span("take plan in"):
             self._admit(plan)
             layout = Layout.of(plan, self._cache.page_size)
@@ -106,7 +108,7 @@ class Rank:
         )
         answer = answer_logprobs(layout, self._slots, logits, tokens)
         seconds = np.array([(timeline.plan_wait / 1e9, *watch.seconds(), *self._draft_seconds)], SECONDS)
-        result = self._result(plan, layout, count, tokens, seconds, **prompt, **answer)
+        result = self._result(plan, layout, count, tokens, seconds, **prompt, **answer, **load)
         self._follow_grammars(result, plan.row_slot)
         return result
 
@@ -217,7 +219,7 @@ class Rank:
         count: torch.Tensor,
         tokens: torch.Tensor,
         seconds: NDArray[Any],
-        **logprobs: NDArray[Any],
+        **more: NDArray[Any],
     ) -> StepResult:
         rows = layout.order[layout.sampling]
         gained = torch.cat((count[:, None], tokens), 1).to(torch.int32).cpu().numpy()
@@ -225,7 +227,7 @@ class Rank:
         counts[rows] = gained[:, 0]
         new_tokens = np.zeros((len(layout.order), layout.width), np.int32)
         new_tokens[rows, : gained.shape[1] - 1] = gained[:, 1:]
-        return StepResult(number=plan.number, count=counts, tokens=new_tokens, seconds=seconds, **logprobs)
+        return StepResult(number=plan.number, count=counts, tokens=new_tokens, seconds=seconds, **more)
 
     def _upload(self, array: NDArray[np.generic]) -> torch.Tensor:
         """int64 on the device."""

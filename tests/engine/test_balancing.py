@@ -12,7 +12,7 @@ from raysonar import Engine, SamplingParams
 from raysonar.config import CacheConfig, EngineConfig, ParallelConfig, SpeculationConfig
 from raysonar.demo import TARGET
 from raysonar.errors import ConfigurationError
-from raysonar.model.balancing import ExpertBalancer
+from raysonar.model.balancing import ExpertBalancer, ExpertLoad
 from raysonar.ranks.actor import RankActor
 from raysonar.ranks.group import start_group
 
@@ -44,14 +44,15 @@ def watched(file: Path) -> type[RankActor]:
         def start(self, meeting: Any) -> Any:
             inner = ExpertBalancer.rebalance
 
-            def rebalance(balancer: ExpertBalancer) -> None:
+            def rebalance(balancer: ExpertBalancer) -> ExpertLoad:
                 before = [layer.placement for layer in balancer._layers]
                 own = [layer.load.tolist() for layer in balancer._layers]
-                inner(balancer)
+                load = inner(balancer)
                 after = [layer.placement for layer in balancer._layers]
                 moved = sum(a != b for a, b in zip(before, after, strict=True))
                 with (file.parent / f"{file.name}-{self._place.rank}").open("a") as log:
                     log.write(f"{moved} {sum(map(sum, own))} {[p.experts for p in after]}\n")
+                return load
 
             ExpertBalancer.rebalance = rebalance  # type: ignore[method-assign]
             return super().start(meeting)
@@ -75,13 +76,18 @@ def test_text_stays_when_experts_move_and_every_rank_places_them_alike(
         alone = answers(engine)
     with group(tmp_path / "log", rebalance_steps=7, redundant_experts=redundant, **layout) as engine:
         assert [answers(engine), answers(engine)] == [alone, alone]
-        steps = engine.stats().steps
+        stats = engine.stats()
+    steps = stats.steps
     logs = [(tmp_path / f"log-{rank}").read_text().splitlines() for rank in (0, 1)]
     assert len(logs[0]) == len(logs[1]) == (steps - 1) // 7
     for first, second in zip(*logs, strict=True):
         _, own, placement = first.split(" ", 2)
         assert placement == second.split(" ", 2)[2]
         assert int(own) > 0
+    counted = sum(int(line.split()[1]) for log in logs for line in log)
+    assert stats.expert_tokens.keys() == {"0", "1"}
+    assert abs(sum(stats.expert_tokens.values()) - counted) <= len(logs[0])  # shares of replicas are rounded
+    assert 1 <= stats.expert_imbalance <= 2
     assert any(int(line.split()[0]) > 0 for line in logs[0]), "no expert has ever moved"
 
 

@@ -1,6 +1,8 @@
 """The step log keeps the last records; a record's parts add up."""
 
-from raysonar.observe.steps import StepLog, StepRecord
+from dataclasses import replace
+
+from raysonar.observe.steps import Decisions, StepLog, StepRecord
 
 
 def record(number):
@@ -35,3 +37,16 @@ def test_the_log_keeps_the_last_records_oldest_first():
 
 def test_a_record_adds_up_its_times():
     assert (record(0).seconds, record(0).wait_share, record(0).exposed_seconds) == (2.5, 0.1, 0.625)
+
+
+def test_decisions_add_up_what_was_expected_and_what_came():
+    decisions = Decisions()
+    first = replace(record(0), reason="gain", predicted_seconds=2.0)
+    second = replace(record(1), reason="gain", predicted_seconds=3.0)
+    for each in (first, second, replace(record(2), reason="no gain", predicted_seconds=None)):
+        decisions.count(each)
+    took = first.verify_seconds + first.draft_seconds
+    both = decisions + Decisions()
+    assert both.reasons == {"gain": 2, "no gain": 1}
+    assert (both.predicted_seconds, both.measured_seconds) == (5.0, 2 * took)
+    assert both.error_seconds == abs(2.0 - took) + abs(3.0 - took)
