@@ -1,4 +1,4 @@
-"""The command line: `raysonar generate`, `trace` and `serve`. Heavy imports wait until a command needs them."""
+"""The command line: `raysonar COMMAND`, a module each. Heavy imports wait until a command needs them."""
 
 import argparse
 import io
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import version
 
+from raysonar.cli.batch import add_batch
 from raysonar.cli.generate import add_generate
 from raysonar.cli.serve import add_serve
 from raysonar.errors import ConfigurationError, RaysonarError
@@ -54,4 +55,5 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_generate(commands)
     add_serve(commands)
+    add_batch(commands)
     return parser

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 
 from raysonar import demo
 from raysonar.cli.options import (
-    CONTINUATION,
     Commands,
     add_dry_run,
     add_engine_options,
     add_sampling_options,
     dry_run,
     engine_values,
-    given,
     refuse_without_dry_run,
+    sampling_values,
 )
 from raysonar.cli.output import Figures, in_order, write_json, write_text
+from raysonar.driver.params import CONTINUATION
 from raysonar.errors import ConfigurationError
 from raysonar.grammar import Grammar
 
@@ -66,7 +66,9 @@ def _add_generate_options(parser: argparse.ArgumentParser) -> None:
         help="take each prompt as a user's message (default: when the folder has a chat template)",
     )
     form.add_argument("--raw", action="store_false", dest="chat", help="the same as --no-chat: continue the prompt")
-    add_sampling_options(parser)
+    shape = add_sampling_options(parser).add_mutually_exclusive_group()
+    shape.add_argument("--json-schema", metavar="FILE", help="the answer is JSON that is valid under this schema")
+    shape.add_argument("--regex", metavar="PATTERN", help="the answer as a whole matches this")
     add_engine_options(parser)
     parser.add_argument("--json", action="store_true", help="print an object a prompt, then one with the figures")
 
@@ -77,12 +79,7 @@ def _generate(options: argparse.Namespace) -> None:
     from raysonar.driver.params import SamplingParams
     from raysonar.ranks.start import start_ranks
 
-    values = given(
-        options,
-        *"max_tokens temperature seed top_p top_k min_p presence_penalty frequency_penalty".split(),
-        *"repetition_penalty stop ignore_eos".split(),
-    )
-    params = SamplingParams(**values, grammar=_grammar(options))
+    params = SamplingParams(**{"temperature": 0.0, **sampling_values(options), "grammar": _grammar(options)})
     config = parse_service_config({"engine": {"model": demo.TARGET, **engine_values(options)}}).engine
     if options.dry_run:
         return dry_run(config, options)

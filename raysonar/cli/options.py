@@ -5,6 +5,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from raysonar.driver.params import CONTINUATION
 from raysonar.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -12,20 +13,18 @@ if TYPE_CHECKING:
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """Where a command adds its parser."""
-CONTINUATION = 256
-"""Tokens that a raw prompt is continued by unless told otherwise: it may have no end of its own."""
 
 
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """The group "sampling"."""
-    group = parser.add_argument_group("sampling")
+def add_sampling_options(parser: argparse.ArgumentParser, of_what: str | None = None) -> argparse._ArgumentGroup:
+    """The group "sampling", which is returned; `of_what` is its description."""
+    group = parser.add_argument_group("sampling", of_what)
     group.add_argument(
         "--max-tokens",
         type=int,
         metavar="N",
         help=f"of an answer (default: until it ends in a chat, else {CONTINUATION}; at most the model's length)",
     )
-    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="(default: 0, the likeliest token)")
+    group.add_argument("--temperature", type=float, metavar="T", help="(default: 0, the likeliest token)")
     group.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text")
     group.add_argument("--top-p", type=float, metavar="P")
     group.add_argument("--top-k", type=int, metavar="K")
@@ -35,9 +34,13 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--repetition-penalty", type=float, metavar="X")
     group.add_argument("--stop", action="append", metavar="TEXT", help="ends the answer; may be given several times")
     group.add_argument("--ignore-eos", action="store_true", default=None, help="do not stop at end-of-sequence")
-    shape = group.add_mutually_exclusive_group()
-    shape.add_argument("--json-schema", metavar="FILE", help="the answer is JSON that is valid under this schema")
-    shape.add_argument("--regex", metavar="PATTERN", help="the answer as a whole matches this")
+    return group
+
+
+def sampling_values(options: argparse.Namespace) -> dict[str, Any]:
+    """SamplingParams' fields that were given."""
+    names = "max_tokens temperature seed top_p top_k min_p presence_penalty frequency_penalty repetition_penalty"
+    return given(options, *names.split(), "stop", "ignore_eos")
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -66,6 +69,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "never", "always"),
         help="run steps as two overlapping halves (default: auto, where that should be faster)",
     )
+
+
+def engine_options() -> list[str]:
+    """The names of the group "engine"."""
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser)
+    return list(vars(parser.parse_args([])))
 
 
 def add_dry_run(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -100,6 +110,14 @@ def port(text: str) -> int:
     if not 1 <= port <= 65535:
         raise argparse.ArgumentTypeError(f"a port is a number from 1 to 65535, not {port}")
     return port
+
+
+def count(text: str) -> int:
+    """A number of things, at least one."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"it must be at least 1, not {number}")
+    return number
 
 
 def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -141,3 +159,12 @@ def refuse_without_dry_run(options: argparse.Namespace, *names: str) -> None:
         if getattr(options, name):
             advice = "; `serve run FILE` serves a file" if name == "config" else ""
             raise ConfigurationError(f"--{name.replace('_', '-')} is for a --dry-run{advice}")
+
+
+def overridden(values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """`values` with those `given` put in, section by section."""
+    merged = dict(values)
+    for key, value in given.items():
+        inner = merged.get(key)
+        merged[key] = overridden(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return merged

@@ -12,6 +12,7 @@ from raysonar.cli.options import (
     dry_run,
     engine_values,
     given,
+    overridden,
     port,
     refuse_without_dry_run,
 )
@@ -54,14 +55,5 @@ def _serve(options: argparse.Namespace) -> None:
         config = parse_service_config(with_demo_model(values))
         return run_service(config, Listening(options.host, options.port, options.address))
     if options.config is not None:
-        values = _overridden(application_args(options.config), values)
+        values = overridden(application_args(options.config), values)
     return dry_run(parse_service_config(with_demo_model(values)).engine, options)
-
-
-def _overridden(values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """`values` with those `given` put in, section by section."""
-    merged = dict(values)
-    for key, value in given.items():
-        inner = merged.get(key)
-        merged[key] = _overridden(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
-    return merged

@@ -1,21 +1,21 @@
 """Puts a request's deltas together."""
 
 import time
-from queue import SimpleQueue
+from collections.abc import Callable
 
 from raysonar.driver.outputs import Acceptance, Completion, Delta, GenerationResult
 from raysonar.driver.request import Request
 from raysonar.errors import RaysonarError
 
-Finished = SimpleQueue[RaysonarError | None]
-"""One entry a request: None, or what went wrong."""
+Finished = Callable[[RaysonarError | None], object]
+"""Called once a request, on the engine's thread: with None, or what went wrong."""
 
 
 class Collector:
     """One request's result in the making. Takes deltas on the engine's thread: whoever waits sleeps until the end."""
 
     def __init__(self, request: Request, finished: Finished) -> None:
-        """`finished` gets this request's entry when every answer is in."""
+        """`finished` is called when every answer is in."""
         self._began = time.perf_counter()
         self._finished = finished
         self._open = request.params.n
@@ -31,13 +31,13 @@ class Collector:
     def take(self, item: Delta | RaysonarError) -> None:
         """The request's sink."""
         if isinstance(item, RaysonarError):
-            self._finished.put(item)
+            self._finished(item)
             return
         self._add(item)
         if item.finish_reason is not None:
             self._open -= 1
             if not self._open:
-                self._finished.put(None)
+                self._finished(None)
 
     def _add(self, delta: Delta) -> None:
         result, completion = self.result, self.result.completions[delta.index]
@@ -51,5 +51,6 @@ class Collector:
         if delta.finish_reason is not None:
             completion.text = "".join(self._texts[delta.index])
             completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
+            completion.moments = delta.moments
             result.acceptance += delta.acceptance or Acceptance()
             result.seconds = time.perf_counter() - self._began

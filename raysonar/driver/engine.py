@@ -1,10 +1,8 @@
 """Engine: prompts in, text out."""
 
 import asyncio
-import threading
 import uuid
 import weakref
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -28,9 +26,10 @@ from raysonar.config import (
     SpeculationConfig,
     describe,
 )
-from raysonar.driver.collect import Collector, Finished
+from raysonar.driver.collect import Collector
 from raysonar.driver.data_parallel import DataParallel
 from raysonar.driver.loop import EngineLoop
+from raysonar.driver.mailbox import Mailbox, settle
 from raysonar.driver.micro_batching import MicroBatcher
 from raysonar.driver.outputs import Delta, GenerationResult
 from raysonar.driver.params import SamplingParams
@@ -231,8 +230,8 @@ class Engine:
         requests = self._requests(
             prompts, params, lambda position: lambda item: collectors[position].take(item), priority
         )
-        finished: Finished = SimpleQueue()
-        collectors += [Collector(request, finished) for request in requests]
+        finished: SimpleQueue[RaysonarError | None] = SimpleQueue()
+        collectors += [Collector(request, finished.put) for request in requests]
         try:
             self._loop.submit(requests)
             for _ in requests:
@@ -243,6 +242,38 @@ class Engine:
             for request in requests:
                 self._loop.drop(request)
         return [collector.result for collector in collectors]
+
+    async def complete(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> GenerationResult:
+        """As `generate`, one prompt, for an event loop, which is woken once. Cancelling it aborts the request.
+
+        Raises as `generate` does.
+        """
+        self._loop.check_running()
+        home = asyncio.get_running_loop()
+        finished: asyncio.Future[None] = home.create_future()
+        collectors: list[Collector] = []
+        request = await asyncio.to_thread(  # a long text and a grammar take their time
+            self._request,
+            prompt,
+            params or SamplingParams(),
+            lambda item: collectors[0].take(item),
+            request_id,
+            priority,
+        )
+        collectors.append(Collector(request, lambda error: home.call_soon_threadsafe(settle, finished, error)))
+        self._loop.submit([request])
+        try:
+            await finished
+        finally:
+            self._loop.drop(request)
+        return collectors[0].result
 
     def generate_stream(
         self,
@@ -270,7 +301,7 @@ class Engine:
         Raises InvalidRequestError here, before anything is queued; the request is queued with the first `anext`.
         """
         self._loop.check_running()
-        mailbox = _Mailbox()
+        mailbox = Mailbox()
         request = self._request(prompt, params or SamplingParams(), mailbox.put, request_id, priority)
         return self._stream(request, mailbox)
 
@@ -348,7 +379,7 @@ class Engine:
             for request in requests:
                 self._loop.drop(request)
 
-    async def _stream(self, request: Request, mailbox: "_Mailbox") -> AsyncGenerator[Delta]:
+    async def _stream(self, request: Request, mailbox: Mailbox) -> AsyncGenerator[Delta]:
         mailbox.open()
         self._loop.submit([request])
         open_answers = len(request.answers)
@@ -394,40 +425,6 @@ def _start(config: EngineConfig, start: StartRank) -> tuple[StepChannel, RankInf
         channel.close()
         raise
     return channel, info, costs
-
-
-class _Mailbox:
-    """Carries deltas from the engine's thread to one stream's event loop."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._items: deque[Delta | RaysonarError] = deque()
-        self._filled: asyncio.Event | None = None
-        self._home: asyncio.AbstractEventLoop | None = None
-
-    def open(self) -> None:
-        """Deliver to the running event loop."""
-        self._home, self._filled = asyncio.get_running_loop(), asyncio.Event()
-
-    def put(self, item: Delta | RaysonarError) -> None:
-        """From any thread; one wake-up serves all that is there when the stream looks."""
-        assert self._home is not None
-        assert self._filled is not None
-        with self._lock:
-            self._items.append(item)
-            first = len(self._items) == 1
-        if first:
-            self._home.call_soon_threadsafe(self._filled.set)
-
-    async def take(self) -> list[Delta | RaysonarError]:
-        """All that has come; waits for something."""
-        assert self._filled is not None
-        await self._filled.wait()
-        self._filled.clear()
-        with self._lock:
-            items = list(self._items)
-            self._items.clear()
-        return items
 
 
 def _pair(

@@ -49,6 +49,7 @@ class Completion:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended it, if one did (None for end of sequence)."""
+    moments: Moments | None = None
 
 
 @dataclass
@@ -66,6 +67,25 @@ class GenerationResult:
     """Prompt tokens that the prefix cache held."""
     first_token_seconds: float = 0.0
     seconds: float = 0.0
+
+    def deltas(self) -> list["Delta"]:
+        """The whole as the one delta of each completion; acceptance, of all of them, is on the first."""
+        return [
+            Delta(
+                index=each.index,
+                text=each.text,
+                token_ids=each.token_ids,
+                logprobs=each.logprobs,
+                finish_reason=each.finish_reason,
+                stop_reason=each.stop_reason,
+                prompt_token_ids=None if each.index else self.prompt_token_ids,
+                prompt_logprobs=None if each.index else self.prompt_logprobs,
+                cached_tokens=0 if each.index else self.cached_tokens,
+                acceptance=None if each.index else self.acceptance,
+                moments=each.moments,
+            )
+            for each in self.completions
+        ]
 
     @property
     def text(self) -> str:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from raysonar.errors import InvalidRequestError
 from raysonar.grammar import Grammar
 
+CONTINUATION = 256
+"""Tokens that the commands continue a raw prompt by unless told otherwise: it may have no end of its own."""
 MAX_LOGPROBS = 100
 MAX_STOPS = 256
 """Stop strings: each is looked for at every token, on the thread that serves all requests."""

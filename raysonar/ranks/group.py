@@ -217,16 +217,17 @@ def _device(config: EngineConfig) -> str:
     return "cuda" if gpus >= config.parallel.world else "cpu"
 
 
-def local_cpus(config: EngineConfig) -> int:
+def local_cpus(config: EngineConfig, engines: int = 1) -> int:
     """CPUs that a Ray of our own on this machine says it has: what it has, or what the ranks ask for if that is more.
 
     Raises ConfigurationError when the ranks would only stand in each other's way.
     """
     have = len(os.sched_getaffinity(0))
-    wanted = config.parallel.world * (config.threads or 1)
+    ranks = engines * config.parallel.world
+    wanted = ranks * (config.threads or 1)
     if config.device in ("auto", "cpu") and wanted > _CROWDED * have and not torch.cuda.is_available():
         raise ConfigurationError(
-            f"parallel: {config.parallel.world} ranks of {config.threads or 1} threads want {wanted} CPUs; this "
+            f"parallel: {ranks} ranks of {config.threads or 1} threads want {wanted} CPUs; this "
             f"machine has {have}, and at most {_CROWDED * have} are tried on it"
         )
     return max(have, wanted)

@@ -71,7 +71,7 @@ def model_name(config: ServiceConfig) -> str:
 
 def application(config: ServiceConfig) -> Application:
     """One driver, and one ingress, which logs each request."""
-    engine = _on_device(config.engine)
+    engine = on_device(config.engine)
     common: dict[str, Any] = {
         "max_ongoing_requests": config.max_ongoing_requests + _SPARE,
         "graceful_shutdown_timeout_s": _STREAMS_MAY_LAST_S,
@@ -79,7 +79,7 @@ def application(config: ServiceConfig) -> Application:
         "max_constructor_retry_count": START_ATTEMPTS,
     }
     driver = serve.deployment(
-        ray_actor_options=_driver_resources(engine),
+        ray_actor_options=driver_resources(engine),
         health_check_period_s=_HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=STUCK_AFTER_S,
         logging_config=LoggingConfig(enable_access_log=False),
@@ -93,14 +93,14 @@ def application(config: ServiceConfig) -> Application:
     )
 
 
-def _on_device(config: EngineConfig) -> EngineConfig:
+def on_device(config: EngineConfig) -> EngineConfig:
     """`config` with what Ray has to reserve spelt out: the device, and the CPU threads (one, unless told otherwise)."""
     has_gpu = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) >= 1  # type: ignore[no-untyped-call]
     device = ("cuda" if has_gpu else "cpu") if config.device == "auto" else config.device
     return config.model_copy(update={"device": device, "threads": config.threads or 1})
 
 
-def _driver_resources(config: EngineConfig) -> dict[str, float]:
+def driver_resources(config: EngineConfig) -> dict[str, float]:
     """What a rank in the driver's own process needs; the ranks of a group reserve their own."""
     if config.parallel.world > 1:
         return {"num_cpus": 0, "num_gpus": 0}

@@ -100,16 +100,22 @@ class Driver:
     ) -> None:
         """Put one prompt's deltas into `news`, then None; or what went wrong."""
         try:
+            engine, priority = self._engine, generation.priority
             request_id = f"{generation.request_id}-{place}"
             # In threads: a long text and a grammar take their time, and other streams must go on meanwhile.
             tokens = await asyncio.to_thread(self._token_ids, prompt)
             params = self._lengths.checked(len(tokens), generation.params)
-            stream = await asyncio.to_thread(
-                self._engine.stream, tokens, params, request_id=request_id, priority=generation.priority
-            )
-            async with aclosing(stream) as deltas:
-                async for delta in deltas:
+            if generation.whole:
+                result = await engine.complete(tokens, params, request_id=request_id, priority=priority)
+                for delta in result.deltas():
                     news.put_nowait((place, delta))
+            else:
+                stream = await asyncio.to_thread(
+                    engine.stream, tokens, params, request_id=request_id, priority=priority
+                )
+                async with aclosing(stream) as deltas:
+                    async for delta in deltas:
+                        news.put_nowait((place, delta))
             news.put_nowait(None)
         except Exception as error:
             problem = problem_of(error)
@@ -158,6 +164,7 @@ class Driver:
         templates = tokenizer.template_sources
         return Profile(
             max_model_len=self._engine.max_length,
+            has_chat_template=tokenizer.has_chat_template,
             knows_tools=tokenizer.knows_tools,
             tool_format=tool_format_of(templates),
             reasons=reasons(templates),
@@ -183,12 +190,16 @@ class Driver:
         """Raises EngineFailedError when the engine's loop has died or is stuck. Serve then replaces the replica."""
         await asyncio.to_thread(self._engine.check_health, STUCK_AFTER_S)
 
-    def __del__(self) -> None:
-        """Serve calls it when the replica stops."""
+    def close(self) -> None:
+        """Let go of the engine; may be called again."""
         if hasattr(self, "_exporter"):
             self._exporter.stop()
         if hasattr(self, "_engine"):
             self._engine.close()
+
+    def __del__(self) -> None:
+        """Serve calls it when the replica stops."""
+        self.close()
 
 
 def _started_engine(config: EngineConfig) -> "Engine":

@@ -43,6 +43,7 @@ class Profile:
     """What the ingress has to know of the model."""
 
     max_model_len: int
+    has_chat_template: bool
     knows_tools: bool
     """Whether the chat template writes tools."""
     tool_format: ToolFormatName | None

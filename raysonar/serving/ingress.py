@@ -4,9 +4,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from fastapi import FastAPI, Request
@@ -18,14 +17,13 @@ from starlette.exceptions import HTTPException
 
 from raysonar.config import ReasoningParserName, ServiceConfig, ToolParserName
 from raysonar.driver.outputs import Delta
-from raysonar.errors import InvalidRequestError
 from raysonar.observe.metrics import HTTP_REQUESTS
 from raysonar.serving.access import Access, ApiKeys
+from raysonar.serving.answering import Answering
 from raysonar.serving.body import Body
 from raysonar.serving.deadlines import shorter, within
 from raysonar.serving.generation import Batch, Generation, Profile, Vocabulary
 from raysonar.serving.metrics import CONTENT_TYPE, RayExporter, Source, StatusCounter, exposition, replica_labels
-from raysonar.serving.parsers import TOOL_FORMATS, AnswerFormat
 from raysonar.serving.problems import (
     Problem,
     ProblemError,
@@ -35,7 +33,7 @@ from raysonar.serving.problems import (
     unavailable,
 )
 from raysonar.serving.protocol import ChatBody, CompletionBody, GenerationBody
-from raysonar.serving.responses import Answer, ChatAnswer, CompletionAnswer, event
+from raysonar.serving.responses import Answer, event
 from raysonar.serving.tokens import DetokenizeBody, TokenizeBody
 
 PROBE_TIMEOUT_S = 5.0
@@ -45,7 +43,6 @@ _STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cac
 """Events pass on at once, past caches and nginx."""
 
 Deltas = list[tuple[int, Delta]]
-GeneratingBody = TypeVar("GeneratingBody", bound=GenerationBody)
 AnyBody = TypeVar("AnyBody", bound=Body)
 Value = TypeVar("Value")
 logger = logging.getLogger("ray.serve")
@@ -64,6 +61,9 @@ class Ingress:
         self._keys = None if config.api_keys_file is None else ApiKeys(config.api_keys_file)
         self._ongoing = 0
         self._created = int(time.time())
+        self._answering = Answering(
+            self._model_profile, self._vocabulary_of_model, config.tool_parser, config.reasoning_parser
+        )
         self._vocabulary: Vocabulary | None = None
         self._profile: Profile | None = None
         self._statuses: Counter[str] = Counter()
@@ -104,6 +104,10 @@ class Ingress:
             return _problem_response(model_not_found(model, self._model))
         return JSONResponse(self._model_object())
 
+    def settings(self) -> tuple[str, ToolParserName, ReasoningParserName]:
+        """What this service calls its model, and its parsers: for those who ask the driver themselves."""
+        return self._model, self._answering.tool_parser, self._answering.reasoning_parser
+
     def _model_object(self) -> dict[str, object]:
         return {"id": self._model, "object": "model", "created": self._created, "owned_by": "raysonar"}
 
@@ -130,11 +134,11 @@ class Ingress:
 
     async def completions(self, request: Request) -> Response:
         """OpenAI's /v1/completions."""
-        return await self._respond(request, CompletionBody, self._completion_answer)
+        return await self._respond(request, CompletionBody)
 
     async def chat_completions(self, request: Request) -> Response:
         """OpenAI's /v1/chat/completions."""
-        return await self._respond(request, ChatBody, self._chat_answer)
+        return await self._respond(request, ChatBody)
 
     async def tokenize(self, request: Request) -> Response:
         """A prompt's token ids."""
@@ -165,28 +169,11 @@ class Ingress:
             raise model_not_found(model, self._model)
         return body
 
-    async def _completion_answer(self, body: CompletionBody) -> Answer:
-        return CompletionAnswer(body, await self._vocabulary_of_model() if body.needs_vocabulary else None)
-
-    async def _chat_answer(self, body: ChatBody) -> Answer:
-        form = answer_format(body, await self._model_profile(), self._config.tool_parser, self._config.reasoning_parser)
-        needed = body.needs_vocabulary or form.reasons
-        return ChatAnswer(body, await self._vocabulary_of_model() if needed else None, form)
-
-    async def _respond(
-        self,
-        request: Request,
-        body_type: type[GeneratingBody],
-        make_answer: Callable[[GeneratingBody], Awaitable[Answer]],
-    ) -> Response:
+    async def _respond(self, request: Request, body_type: type[GenerationBody]) -> Response:
         """The answer, or what is wrong with the request, as long as no token is out."""
         try:
             body = await self._body(request, body_type)
-            params = body.sampling()
-            answer = await make_answer(body)
-            if answer.spells_special_tokens:
-                params = replace(params, skip_special_tokens=False)
-            generation = Generation(answer.id, body.prompts, params, body.priority, whole=not body.stream)
+            answer, generation = await self._answering.begin(body)
             deltas = self._generate(generation, shorter(body.timeout, self._config.limits.timeout_s))
             if not body.stream:
                 async with aclosing(deltas):
@@ -243,25 +230,6 @@ class Ingress:
             probe.cancel()  # type: ignore[no-untyped-call]
             return _problem_response(unavailable(f"The engine is not {status}", "engine_unavailable"))
         return JSONResponse({"status": status})
-
-
-def answer_format(
-    body: ChatBody, profile: Profile, tool_parser: ToolParserName, reasoning_parser: ReasoningParserName
-) -> AnswerFormat:
-    """What to look for in the answers to a request; the parsers are those of ServiceConfig.
-
-    Raises InvalidRequestError for tools whose calls would not be found.
-    """
-    tools = profile.tool_format if tool_parser == "auto" else None if tool_parser == "none" else tool_parser
-    if body.calls_tools and not profile.knows_tools:
-        raise InvalidRequestError("tools: the model's chat template does not write any", "tools")
-    if body.calls_tools and tools is None:
-        raise InvalidRequestError(f"tools: this server finds no calls in answers (tool_parser: {tool_parser})", "tools")
-    if body.asked:
-        return AnswerFormat()  # a grammar is kept to from the first token on: all of the answer is content
-    reasons = profile.reasons if reasoning_parser == "auto" else reasoning_parser != "none"
-    form = AnswerFormat(TOOL_FORMATS[tools] if tools and body.calls_tools else None, reasons)
-    return replace(form, spelt=bool(form.marks() & profile.special))
 
 
 async def _events(answer: Answer, first: Deltas, deltas: AsyncGenerator[Deltas]) -> AsyncGenerator[bytes]:

@@ -101,7 +101,7 @@ def _check_local(config: ServiceConfig, where: Listening) -> None:
 def _connect(config: ServiceConfig, where: Listening) -> Path | None:
     """Returns the folder of the logs of a Ray that this starts."""
     if where.address is not None:
-        _check_cluster(where.address)
+        check_cluster(where.address)
         ray.init(address=where.address, logging_level=logging.WARNING, log_to_driver=False)
         return None
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # Ray's own switch: nothing calls home
@@ -116,7 +116,7 @@ def _connect(config: ServiceConfig, where: Listening) -> Path | None:
     return Path(context.address_info["session_dir"]) / "logs" / "serve"
 
 
-def _check_cluster(address: str) -> None:
+def check_cluster(address: str) -> None:
     """Ray itself would try for many minutes."""
     host, colon, port = address.rpartition("://")[2].rpartition(":")
     if not colon:  # "auto"
