@@ -174,6 +174,10 @@ class ServiceConfig(_Frozen):
     allowed_origins: tuple[str, ...] = ()
     """Web pages of other origins that may ask (CORS), as `https://example.org`; "*" is all."""
     limits: LimitsConfig = LimitsConfig()
+    log_format: Literal["text", "json"] = "text"
+    """Of the service's logs; "json" is an object a line."""
+    trace_endpoint: str | None = None
+    """The URL of an OpenTelemetry collector (OTLP over HTTP) that gets a trace of each request; None makes none."""
     tool_parser: ToolParserName = "auto"
     """The format in which function calls are looked for in answers; "auto" is the one that the chat template writes."""
     reasoning_parser: ReasoningParserName = "auto"

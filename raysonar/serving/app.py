@@ -78,14 +78,17 @@ def application(config: ServiceConfig) -> Application:
         "graceful_shutdown_wait_loop_s": 0.2,
         "max_constructor_retry_count": START_ATTEMPTS,
     }
+    encoding = config.log_format.upper()
     driver = serve.deployment(
         ray_actor_options=driver_resources(engine),
         health_check_period_s=_HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=STUCK_AFTER_S,
-        logging_config=LoggingConfig(enable_access_log=False),
+        logging_config=LoggingConfig(enable_access_log=False, encoding=encoding),
         **common,
     )(Driver)
-    ingress = serve.deployment(ray_actor_options={"num_cpus": 0}, **common)(Ingress)
+    ingress = serve.deployment(
+        ray_actor_options={"num_cpus": 0}, logging_config=LoggingConfig(encoding=encoding), **common
+    )(Ingress)
     return ingress.bind(
         driver.bind(engine, config.start_timeout_s, model_name(config), config.limits),
         model_name(config),

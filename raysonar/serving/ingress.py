@@ -23,6 +23,7 @@ from raysonar.serving.answering import Answering
 from raysonar.serving.body import Body
 from raysonar.serving.deadlines import shorter, within
 from raysonar.serving.generation import Batch, Generation, Profile, Vocabulary
+from raysonar.serving.journal import Entry, Journal
 from raysonar.serving.metrics import CONTENT_TYPE, RayExporter, Source, StatusCounter, exposition, replica_labels
 from raysonar.serving.problems import (
     Problem,
@@ -66,6 +67,7 @@ class Ingress:
         )
         self._vocabulary: Vocabulary | None = None
         self._profile: Profile | None = None
+        self._journal = Journal(model, config.trace_endpoint)
         self._statuses: Counter[str] = Counter()
         self._labels = replica_labels(model)
         self._exporter = RayExporter(lambda: [(HTTP_REQUESTS, dict(self._statuses))], self._labels)
@@ -174,7 +176,9 @@ class Ingress:
         try:
             body = await self._body(request, body_type)
             answer, generation = await self._answering.begin(body)
-            deltas = self._generate(generation, shorter(body.timeout, self._config.limits.timeout_s))
+            entry = Entry(answer.id, request.headers, getattr(request.state, "api_key", None))
+            seconds = shorter(body.timeout, self._config.limits.timeout_s)
+            deltas = self._journal.recorded(entry, self._generate(generation, seconds))
             if not body.stream:
                 async with aclosing(deltas):
                     return JSONResponse(answer.whole([news async for batch in deltas for news in batch]))
