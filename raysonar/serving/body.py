@@ -18,7 +18,7 @@ def wrong(message: str) -> PydanticCustomError:
 
 
 class Body(BaseModel):
-    """Strictly typed, null dropped, unknown parameters refused."""
+    """Strictly typed, null of a known parameter dropped, unknown parameters refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -27,7 +27,8 @@ class Body(BaseModel):
     def _drop_null(cls, values: object) -> object:
         if not isinstance(values, dict):
             return values
-        return {name: value for name, value in values.items() if value is not None}
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {name: value for name, value in values.items() if value is not None or name not in known}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:

@@ -25,6 +25,7 @@ from raysonar.serving.deadlines import shorter, within
 from raysonar.serving.generation import Batch, Generation, Profile, Vocabulary
 from raysonar.serving.journal import Entry, Journal
 from raysonar.serving.metrics import CONTENT_TYPE, RayExporter, Source, StatusCounter, exposition, replica_labels
+from raysonar.serving.openapi import document
 from raysonar.serving.problems import (
     Problem,
     ProblemError,
@@ -74,7 +75,8 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """What Serve runs for each request."""
-        app = FastAPI(title="raysonar", openapi_url=None)
+        app = FastAPI(openapi_url=None)
+        app.add_api_route("/openapi.json", self.openapi)
         app.add_api_route("/v1/models", self.models)
         app.add_api_route("/v1/models/{model:path}", self.model)
         app.add_api_route("/v1/completions", self.completions, methods=["POST"])
@@ -112,6 +114,10 @@ class Ingress:
 
     def _model_object(self) -> dict[str, object]:
         return {"id": self._model, "object": "model", "created": self._created, "owned_by": "raysonar"}
+
+    async def openapi(self) -> Response:
+        """The schema of all this."""
+        return JSONResponse(document(self._model, asks_for_keys=self._config.api_keys_file is not None))
 
     async def health(self) -> Response:
         """200 while the driver's engine is alive and not stuck, however busy it is."""
@@ -251,7 +257,9 @@ async def _events(answer: Answer, first: Deltas, deltas: AsyncGenerator[Deltas])
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return _problem_response(ProblemError(route_problem(error.status_code, request.method, request.url.path)))
+    response = _problem_response(ProblemError(route_problem(error.status_code, request.method, request.url.path)))
+    response.headers.update(error.headers or {})
+    return response
 
 
 def _problem(error: Exception) -> Problem:

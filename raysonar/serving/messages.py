@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import Field, GetJsonSchemaHandler, PlainValidator, WithJsonSchema, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from raysonar.serving.body import Body, refused, wrong
 from raysonar.serving.generation import Chat
@@ -35,11 +37,34 @@ def _content(value: object) -> str:
 Content = Annotated[str, PlainValidator(_content), WithJsonSchema({"anyOf": [{"type": "string"}, _TEXT_PARTS]})]
 
 
+_PARSED = ("parsed", "parsed_arguments")
+"""What OpenAI's parsing helpers put beside a text that they parsed; the text is what counts."""
+_EMPTY = ("refusal", "audio", "function_call", "annotations")
+"""What messages may have, as long as there is nothing in it."""
+
+
+def _without(values: object, names: Sequence[str]) -> object:
+    if not isinstance(values, dict):
+        return values
+    return {name: value for name, value in values.items() if name not in names}
+
+
 class CalledFunction(Body):
     """The name and the arguments of a call, as the model wrote them."""
 
     name: str
     arguments: str = "{}"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_parsed(cls, values: object) -> object:
+        return _without(values, _PARSED)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        schema = super().__get_pydantic_json_schema__(core, handler)
+        schema["properties"] |= {name: {} for name in _PARSED}
+        return schema
 
 
 class ToolCall(Body):
@@ -50,6 +75,23 @@ class ToolCall(Body):
     function: CalledFunction
     index: int | None = None
     """Streams have it; clients that put a message together from one send it back."""
+
+
+_SAYS = {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}}
+_CALLS = {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}}
+
+
+def _of(*roles: str, without: Sequence[str]) -> dict[str, Any]:
+    """The schema of messages of some roles, which do not have some parameters."""
+    return {"properties": {"role": {"enum": list(roles)}} | {name: {"type": "null"} for name in without}}
+
+
+_ROLES = [
+    {"allOf": [_SAYS, _of("system", "developer", "user", without=("tool_calls", "reasoning_content", "tool_call_id"))]},
+    {"allOf": [_SAYS, _of("tool", without=("tool_calls", "reasoning_content"))]},
+    {"allOf": [{"anyOf": [_SAYS, _CALLS]}, _of("assistant", without=("tool_call_id",))]},
+]
+"""What `Message._check` demands."""
 
 
 class Message(Body):
@@ -64,14 +106,20 @@ class Message(Body):
     reasoning_content: str | None = None
     """Of an assistant's; DeepSeek's templates leave it out."""
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        schema = super().__get_pydantic_json_schema__(core, handler)
+        schema["properties"] |= {name: {"enum": [None, []]} for name in _EMPTY} | {name: {} for name in _PARSED}
+        return schema | {"anyOf": _ROLES}
+
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral(cls, values: object) -> object:
-        """What OpenAI's client sends of an assistant's message that it got, where it is empty."""
+        """What OpenAI's client sends of an assistant's message that it got, where there is nothing in it."""
         if not isinstance(values, dict):
             return values
-        empty = {"refusal", "audio", "function_call", "annotations"}
-        return {name: value for name, value in values.items() if name not in empty or value not in (None, [])}
+        empty = [name for name in _EMPTY if values.get(name) in (None, [])]
+        return _without(values, (*empty, *_PARSED))
 
     @model_validator(mode="after")
     def _check(self) -> "Message":
@@ -80,7 +128,7 @@ class Message(Body):
                 "content", f"content is required in a message of the {self.role}", "missing_required_parameter"
             )
         for name in ("tool_calls", "reasoning_content"):
-            if getattr(self, name) and self.role != "assistant":
+            if getattr(self, name) is not None and self.role != "assistant":
                 raise refused(name, f"{name} belongs to messages of the assistant, not of the {self.role}")
         if self.tool_call_id is not None and self.role != "tool":
             raise refused("tool_call_id", f"tool_call_id belongs to messages of a tool, not of the {self.role}")

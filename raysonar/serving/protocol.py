@@ -29,6 +29,8 @@ _PASSED = (
 ).split()
 """Parameters that reach SamplingParams as they are."""
 
+_RANGED_AS = {"top_logprobs": "logprobs", "max_completion_tokens": "max_tokens"}
+
 _IGNORED = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
 """Labels: an answer does not depend on them."""
 
@@ -155,13 +157,16 @@ class GenerationBody(StructuredBody, ABC):
         """With the ranges of numbers, and the parameters that are looked at before the fields are."""
         schema = super().__get_pydantic_json_schema__(core, handler)
         properties = schema["properties"]
-        for name in properties.keys() & RANGES.keys():
-            low, high = RANGES[name]
+        for name, ranged in ({name: name for name in RANGES} | _RANGED_AS).items():
+            numbers = properties.get(name, {}).get("anyOf", [{}])[0]
+            if numbers.get("type") not in ("integer", "number"):
+                continue
+            low, high = RANGES[ranged]
             lowest = "exclusiveMinimum" if name == "top_p" else "minimum"
-            properties[name]["anyOf"][0] |= {lowest: -1 if name == "top_k" else low, "maximum": high}
+            numbers |= {lowest: -1 if name == "top_k" else low, "maximum": high}
         for name, neutral in _NEUTRAL.items():
             properties.setdefault(name, {"enum": [None, *neutral]})
-        for name in _IGNORED:
+        for name in sorted(_IGNORED):
             properties.setdefault(name, {})
         return schema
 

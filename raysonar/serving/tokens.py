@@ -2,7 +2,9 @@
 
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from raysonar.serving.body import Body, refused
 from raysonar.serving.generation import Prompt
@@ -22,6 +24,17 @@ class TokenizeBody(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: TemplateVariables = {}  # noqa: RUF012
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """With the rule that there is one of the two."""
+        schema = super().__get_pydantic_json_schema__(core, handler)
+        absent: dict[str, object] = {"type": "null"}
+        schema["oneOf"] = [
+            {"required": ["prompt"], "properties": {"prompt": {"type": "string"}, "messages": absent}},
+            {"required": ["messages"], "properties": {"messages": {"type": "array"}, "prompt": absent}},
+        ]
+        return schema
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -49,15 +49,15 @@ def service(folder: Path, ray_cluster: None) -> Iterator[Service]:
 
 @pytest.fixture(scope="session")
 def start_scripted(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Service]:
-    """Serve a scripted model beside the other one: its name, its chat template, options of the service."""
+    """Serve a scripted model beside the other one: its name, its chat template, options of the engine."""
     for module in (fake_rank, scripted):
         cloudpickle.register_pickle_by_value(module)
 
-    def start(name: str, template: str, *, special: bool = False, **options: object) -> Service:
+    def start(name: str, template: str, *, special: bool = False, **engine: object) -> Service:
         folder = scripted.make_folder(tmp_path_factory.mktemp("scripted") / name, template=template, special=special)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(app, "Driver", scripted.ScriptedDriver)
-            application = build_app({"engine": {"model": str(folder)}, "max_ongoing_requests": 64, **options})
+            application = build_app({"engine": {"model": str(folder), **engine}, "max_ongoing_requests": 64})
         serve.run(application, name=name, route_prefix=f"/{name}")
         return Service(f"{service.url}/{name}")
 

@@ -124,7 +124,7 @@ REFUSED = [
     (CHAT, {"logprobs": 2}, "logprobs"),
     (CHAT, {"top_logprobs": 2}, "top_logprobs"),
     (CHAT, {"logprobs": True, "top_logprobs": 101}, "top_logprobs"),
-    (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
+    (CHAT, {"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
     (CHAT, {"messages": [{"role": "tool", "content": None}]}, "messages[0].content"),
     (CHAT, {"messages": [{"role": "user", "content": "hi", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls[0].function"),
@@ -200,6 +200,9 @@ def test_unknown_routes_have_openais_error_shape(http: httpx.Client, method: str
     response = http.request(method, path)
     assert response.status_code == status
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    assert response.headers.get("allow") == (
+        {COMPLETIONS: "POST", "/v1/models": "GET"}[path] if status == 405 else None
+    )
 
 
 def test_too_large_a_body_is_refused(http: httpx.Client):

@@ -57,7 +57,7 @@ def test_every_sampling_parameter_can_be_sent():
 
 
 def test_null_is_the_default():
-    nulls = dict.fromkeys([*SAMPLING, "logprobs", "stream", "echo", "suffix", "tools", "user", "stream_options"])
+    nulls = dict.fromkeys([*SAMPLING, "logprobs", "stream", "echo", "suffix", "user", "stream_options"])
     assert completion(**nulls).sampling() == SamplingParams(max_tokens=16)
     nulls = dict.fromkeys([*SAMPLING, "logprobs", "top_logprobs", "tools", "response_format", "store"])
     assert chat(**nulls).sampling() == SamplingParams()

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysonar.driver.outputs import Acceptance, Delta, TokenLogprob
+from raysonar.driver.outputs import Acceptance, Delta, FinishReason, TokenLogprob
 from raysonar.serving.generation import Vocabulary
 from raysonar.serving.ingress import _events
+from raysonar.serving.parsers import TOOL_FORMATS, AnswerFormat
 from raysonar.serving.problems import Problem, ProblemError
 from raysonar.serving.protocol import ChatBody, CompletionBody
 from raysonar.serving.responses import Answer, ChatAnswer, CompletionAnswer
@@ -25,29 +26,31 @@ def logprob(token: int) -> TokenLogprob:
     return TokenLogprob(token, -token / 100, {65: -0.5, 66: float("-inf")})
 
 
-def deltas_of(n: int, cuts: list[int], logprobs: bool) -> list[tuple[int, Delta]]:
-    """TEXT as byte tokens, cut in pieces of `cuts` tokens; text that would end inside a character is held back."""
-    tokens, news, start, told, first = list(TEXT.encode()), [], 0, 0, True
+def deltas_of(
+    n: int, cuts: list[int], logprobs: bool, text: str = TEXT, prompt: str = PROMPT, reason: FinishReason = "length"
+) -> list[tuple[int, Delta]]:
+    """A text as byte tokens, cut in pieces of `cuts` tokens; text that would end inside a character is held back."""
+    tokens, news, start, told, first = list(text.encode()), [], 0, 0, True
     for cut in [*cuts, len(tokens)]:
         end = min(start + cut, len(tokens))
-        text = bytes(tokens[:end]).decode("utf-8", "ignore")
+        known = bytes(tokens[:end]).decode("utf-8", "ignore")
         last = end == len(tokens)
         for index in range(n):
             delta = Delta(
                 index,
-                text[told:],
+                known[told:],
                 tokens[start:end],
                 [logprob(token) for token in tokens[start:end]] if logprobs else None,
-                "length" if last else None,
+                reason if last else None,
                 None,
-                list(PROMPT.encode()) if first else None,
-                [None, *map(logprob, PROMPT.encode()[1:])] if first and logprobs else None,
+                list(prompt.encode()) if first else None,
+                [None, *map(logprob, prompt.encode()[1:])] if first and logprobs else None,
                 1 if first else 0,
                 Acceptance((3, 2), (2, 1)) if last else None,
             )
             first = False
             news.append((0, delta))
-        start, told = end, len(text)
+        start, told = end, len(known)
         if last:
             return news
     raise AssertionError
@@ -172,3 +175,46 @@ def test_an_error_amid_a_stream_is_its_last_event(error: Exception):
     body = json.loads(last.decode().removeprefix("data: "))
     assert body["error"]["type"] == "server_error"
     assert "inside" not in last.decode()
+
+
+FORMATTED = (
+    'Hm, é? </think>So:<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": "🙂"}<｜tool▁call▁end｜>'
+    "<｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+
+
+@given(n=st.integers(1, 3), cuts=st.lists(st.integers(1, 30), max_size=20), together=st.integers(1, 5))
+def test_calls_and_reasoning_of_a_stream_add_up_to_the_whole_answer(n: int, cuts: list[int], together: int):
+    """However the deltas were cut; every choice has its own calls, and every token its log-probability once."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    form = AnswerFormat(TOOL_FORMATS["deepseek_v3.1"], reasons=True)
+    news = deltas_of(n, cuts, True, text=FORMATTED, prompt="x<think>\n", reason="stop")
+    options = {"n": n, "logprobs": True, "tools": tools}
+    whole: Any = ChatAnswer(chat_body(**options), VOCABULARY, form).whole(news)
+    body = chat_body(**options, stream=True, stream_options={"include_usage": True})
+    *chunks, usage = streamed(ChatAnswer(body, VOCABULARY, form), news, together)
+    assert usage["usage"] == whole["usage"]
+    assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] == n * len("Hm, é? </think>".encode())
+    ids = set()
+    for choice in whole["choices"]:
+        message = choice["message"]
+        assert (message["reasoning_content"], message["content"]) == ("Hm, é? ", "So:")
+        assert [call["function"] for call in message["tool_calls"]] == [
+            {"name": "f", "arguments": '{"a": "🙂"}'},
+            {"name": "g", "arguments": "{}"},
+        ]
+        ids |= {call["id"] for call in message["tool_calls"]}
+        parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == choice["index"]]
+        deltas = [part["delta"] for part in parts]
+        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm, é? "
+        assert "".join(delta.get("content", "") for delta in deltas) == "So:"
+        calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+        for index, call in enumerate(message["tool_calls"]):
+            first, *others = [each for each in calls if each["index"] == index]
+            assert first["function"] == {"name": call["function"]["name"], "arguments": ""}
+            assert "".join(each["function"]["arguments"] for each in others) == call["function"]["arguments"]
+        assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["tool_calls"]
+        content = [entry for part in parts if part["logprobs"] for entry in part["logprobs"]["content"]]
+        assert content == choice["logprobs"]["content"]
+        assert len(content) == len(FORMATTED.encode())
+    assert len(ids) == 2 * n

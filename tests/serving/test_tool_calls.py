@@ -150,11 +150,11 @@ def test_calls_cannot_be_forced(client: openai.OpenAI, form: str, choice: object
 
 
 def test_a_conversation_goes_on_with_the_tools_answers(client: openai.OpenAI, form: str):
-    """The answer's message goes back as the client has it, and the template writes it as the model had."""
+    """The message goes back as the client has it, and the template writes it as the model did."""
     first = ask(client, form, "Looking. " + written(form, ("weather", LIMA))).choices[0].message
     messages = [
         {"role": "user", "content": "How is Lima?"},
-        first.to_dict(),
+        first,
         {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": say("Sunny.")},
     ]
     answer = client.chat.completions.create(model=form, messages=messages, tools=[WEATHER])
@@ -186,6 +186,13 @@ def test_the_parse_helper_parses_pydantic_tools(client: openai.OpenAI, form: str
     )
     [call] = completion.choices[0].message.tool_calls
     assert call.function.parsed_arguments == Weather(city="Köln 🙂")
+    messages = [
+        {"role": "user", "content": "hi"},
+        completion.choices[0].message,
+        {"role": "tool", "tool_call_id": call.id, "content": say("Sunny.")},
+    ]
+    answer = client.chat.completions.create(model=form, messages=messages)
+    assert answer.choices[0].message.content == "Sunny."
 
 
 THINKING = {"chat_template_kwargs": {"thinking": True}}
