@@ -5,13 +5,17 @@ Rules are xgrammar's, found by trying: what it ignores is refused here.
 
 import json
 from collections.abc import Iterator, Mapping
-from itertools import combinations
+from itertools import combinations, islice
 from typing import Any
 
 from raysonar.errors import InvalidRequestError
 
 MAX_DEPTH = 64
 """Of objects and lists in each other, two to a level of properties: compiling takes time with the cube of it."""
+MAX_SCHEMAS = 2000
+"""In one schema, itself included: a few tenths of a second of compiling."""
+MAX_COUNTED = 60
+"""Properties of an object that has minProperties or maxProperties: compiling takes time with the cube of them."""
 MAX_MULTIPLE = 1024
 
 _UNSUPPORTED = frozenset(
@@ -71,7 +75,10 @@ def parse_schema(text: str, field: str) -> Schema:
     wrong = best_match(Draft202012Validator(Draft202012Validator.META_SCHEMA).iter_errors(schema))
     if wrong is not None:
         raise InvalidRequestError(f"{field}: not a valid schema: {wrong.message}, at {wrong.json_path}", field)
-    for path, each in _subschemas(schema, "$"):
+    schemas = list(islice(_subschemas(schema, "$"), MAX_SCHEMAS + 1))
+    if len(schemas) > MAX_SCHEMAS:
+        raise InvalidRequestError(f"{field}: the schema has more than {MAX_SCHEMAS} schemas in it", field)
+    for path, each in schemas:
         if (reason := _fault(each, schema)) is not None:
             raise InvalidRequestError(f"{field}: the schema cannot be kept exactly: {reason}, at {path}", field)
     return schema
@@ -130,6 +137,8 @@ def _fault(schema: Schema, root: Schema) -> str | None:
         return "pattern beside minLength, maxLength or format is not supported; say the length in the pattern"
     if "pattern" in schema and any(sign in schema["pattern"] for sign in ("(?=", "(?!", "(?<")):
         return f"pattern {schema['pattern']!r} looks ahead or behind, which is not supported"
+    if {"minProperties", "maxProperties"} & schema.keys() and len(schema.get("properties", ())) > MAX_COUNTED:
+        return f"minProperties and maxProperties are for at most {MAX_COUNTED} properties"
     unnamed = [name for name in schema.get("required", ()) if name not in schema.get("properties", {})]
     if unnamed:
         return f"required names {unnamed[0]!r}, which properties does not have"

@@ -78,6 +78,8 @@ class Rank:
             slots, starts, batches = self._pack(layout)
         with span("propose"):
             drafts, draft_scores = self._propose(layout, slots, starts)
+            # fetched before the target is launched: behind it, they would be waited for until it is done
+            seen = layout.seen(drafts.tolist()) if self._sampling.grammars.cover(layout.slots) else []
         token_slots = self._upload(np.repeat(layout.slots, layout.tokens))
         all_positions = torch.cat([batch.positions for batch in batches])
         tokens_in = self._slots.tokens[token_slots, all_positions].long()
@@ -87,7 +89,7 @@ class Rank:
             hidden = torch.cat(run(passes))
         prompt = prompt_logprobs(layout, self._slots, self._target, hidden, inputs=(token_slots, all_positions))
 
-        rows = self._sampling.rows(layout.logit_slots, lambda: layout.seen(drafts.tolist()))
+        rows = self._sampling.rows(layout.logit_slots, lambda: seen)
         places = self._upload(layout.logit_rows)
         with span("logits"):
             logits = self._target.logits(hidden if len(places) == layout.size else hidden[places])
@@ -121,6 +123,7 @@ class Rank:
         watch = _Stopwatch(self.timeline)
         with self.timeline.frame.span("draft"):
             self._draft.refill(verified, self._slots.tokens)
+            self._sampling.grammars.prepare()
         self._draft_seconds = watch.seconds()
 
     def _admit(self, plan: StepPlan) -> None:

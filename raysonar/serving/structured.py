@@ -9,6 +9,7 @@ from raysonar.grammar import Grammar
 from raysonar.serving.body import Body, wrong
 
 JsonSchema = dict[str, Any]
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
 
 
 class Text(Body):
@@ -56,7 +57,7 @@ class StructuredOutputs(Body):
     json_: JsonSchema | str | None = Field(None, alias="json")
     json_object: Literal[True] | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Choices | None = None
     grammar_: str | None = Field(None, alias="grammar")
 
     @model_validator(mode="after")
@@ -85,7 +86,7 @@ class StructuredBody(Body):
     structured_outputs: StructuredOutputs | None = None
     guided_json: JsonSchema | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Choices | None = None
     guided_grammar: str | None = None
 
     @property

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -155,6 +156,12 @@ class GrammarTable:
         for slot, new in zip(slots.tolist(), tokens, strict=True):
             if slot in self._texts:
                 self._texts[slot].accept(new)
+
+    def prepare(self) -> None:
+        """Have the masks that follow the accepted tokens ready, while a device is at work."""
+        if self._texts:
+            slots = np.fromiter(self._texts, np.int32)
+            self.masks(slots, [[]] * len(slots))
 
     def masks(self, slots: Ints, seen: Sequence[Sequence[int]]) -> Tensor:
         """Which tokens may follow.

@@ -82,6 +82,11 @@ def test_what_cannot_be_kept_is_refused_by_the_keyword_and_its_place(schema: dic
         ('{"type": "object", "properties": []}', "at $.properties"),
         ('{"a":' * 100 + "1" + "}" * 100, "nested more than"),
         ("[" * 30_000, "no JSON"),
+        (json.dumps({"type": "object", "properties": {f"p{i}": {} for i in range(2000)}}), "more than 2000 schemas"),
+        (
+            json.dumps({"type": "object", "properties": {f"p{i}": {} for i in range(61)}, "minProperties": 1}),
+            "at most 60 properties",
+        ),
         (json.dumps({"description": "x" * MAX_BYTES}), f"at most {MAX_BYTES}"),
         ('{"title": "\ud800"}', "not valid Unicode"),
     ],
