@@ -1,5 +1,6 @@
 """Who may ask, how much at once, and how long a body: what is checked of a request before anything reads it."""
 
+import asyncio
 import hashlib
 import hmac
 import logging
@@ -13,10 +14,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raysonar.config import LimitsConfig
 from raysonar.errors import ConfigurationError
-from raysonar.serving.problems import Problem, too_large
+from raysonar.serving.problems import Problem, too_large, too_slow
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics"})
 """Routes that need no key, as in vLLM: probes and scrapers have none, and they tell nothing of any request."""
+BODY_PAUSE_S = 60.0
+"""A client that sends nothing of its body for so long has lost its turn."""
 _LOOK_EVERY_S = 0.5
 """How often a request makes the keys' file be looked at for changes."""
 
@@ -125,17 +128,28 @@ class _Limited:
 
     def __init__(self, receive: Receive, limit: int) -> None:
         self._receive, self._limit, self._size = receive, limit, 0
+        self._whole = False
 
     async def __call__(self) -> Message:
         """ASGI's receive. Raises ProblemError."""
-        message = await self._receive()
+        message = await self._next()
         while message["type"] == "http.request":
             self._size += len(message.get("body", b""))
             if self._size <= self._limit:
                 return message
-            if not message.get("more_body", False):
+            if self._whole:
                 raise too_large(self._size, self._limit)
-            message = await self._receive()
+            message = await self._next()
+        return message
+
+    async def _next(self) -> Message:
+        """The next message; after the body only a disconnect comes, for which there is no hurry."""
+        try:
+            async with asyncio.timeout(None if self._whole else BODY_PAUSE_S):
+                message = await self._receive()
+        except TimeoutError:
+            raise too_slow(BODY_PAUSE_S) from None
+        self._whole = not message.get("more_body", False)
         return message
 
 

@@ -55,6 +55,11 @@ def too_large(size: int, limit: int) -> ProblemError:
     return ProblemError(Problem(413, f"The body has {size} bytes; at most {limit} are taken", code="body_too_large"))
 
 
+def too_slow(seconds: float) -> ProblemError:
+    """408: the body does not come."""
+    return ProblemError(Problem(408, f"Nothing of the body came for {seconds:g} s", code="body_too_slow"))
+
+
 def out_of_time(seconds: float) -> ProblemError:
     """504: the request's own deadline, or the service's, has passed."""
     message = f"The request was not answered within its deadline of {seconds:g} s, and was stopped"

@@ -12,12 +12,16 @@ import httpx
 import openai
 import pytest
 from ray import serve
+from starlette.types import Message, Receive
 from support.service import MODEL, Service
 
+from raysonar.cli import main
 from raysonar.config import parse_service_config
 from raysonar.errors import ConfigurationError
+from raysonar.serving import access
 from raysonar.serving.access import ApiKeys
 from raysonar.serving.app import build_app
+from raysonar.serving.problems import ProblemError
 
 COMPLETIONS = "/v1/completions"
 KEY, OTHER, LATER = "sk-first-key", "sk-second-key", "sk-third-key"
@@ -145,6 +149,45 @@ def test_a_body_that_is_too_large_is_413(http: httpx.Client):
     assert http.post(COMPLETIONS, content=padded).status_code == 200
 
 
+def test_a_large_body_without_a_key_is_401(guarded: str):
+    response = httpx.post(guarded + COMPLETIONS, content=b" " * (8 << 20), timeout=30)
+    assert response.status_code == 401
+
+
+def test_a_body_that_does_not_come_is_408(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(access, "BODY_PAUSE_S", 0.05)
+
+    async def nothing() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def read(receive: Receive) -> None:
+        async with asyncio.timeout(10):
+            await access._Limited(receive, 100)()
+
+    with pytest.raises(ProblemError) as caught:
+        asyncio.run(read(nothing))
+    assert caught.value.problem.status == 408
+
+
+def test_a_disconnect_is_waited_for_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(access, "BODY_PAUSE_S", 0.0)
+
+    async def later() -> Message:
+        if not sent:
+            sent.append(True)
+            return {"type": "http.request", "body": b"x", "more_body": False}
+        await asyncio.sleep(0.05)
+        return {"type": "http.disconnect"}
+
+    async def read() -> list[str]:
+        limited = access._Limited(later, 100)
+        return [(await limited())["type"] for _ in range(2)]
+
+    sent: list[bool] = []
+    assert asyncio.run(read()) == ["http.request", "http.disconnect"]
+
+
 @pytest.mark.parametrize("prompt", ["word " * MAX_PROMPT, [5] * (MAX_PROMPT + 1), "word " * 200_000])
 def test_prompts_longer_than_the_service_takes_are_400(http: httpx.Client, prompt: str | list[int]):
     response = http.post(COMPLETIONS, json={**BODY, "prompt": prompt})
@@ -245,6 +288,13 @@ def test_keys_that_cannot_be_read_fail_the_start(tmp_path: Path):
     file.write_text("# none\n\n")
     with pytest.raises(ConfigurationError, match="no key"):
         ApiKeys(file)
+
+
+def test_the_command_line_refuses_keys_that_cannot_be_read_before_ray_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["serve", "--api-keys", str(tmp_path / "keys")]) == 2
+    assert "api_keys_file" in capsys.readouterr().err
 
 
 def test_a_limit_by_key_needs_keys():
