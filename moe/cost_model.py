@@ -1,15 +1,18 @@
 """What a pass over a batch takes, in one piece and in two halves, from measured costs of its layers.
 
-A layer of kind i computes for w_i + a_i * B seconds on B tokens and communicates for l_i + c_i * B. One batch takes the
-sum of both. Of two halves one computes while the other communicates: max(2 w + a B, 2 l + c B), and where the pipeline
-starts or drains, a half of the smaller shows. Splitting pays when communication(B) > w, as the weights are read twice,
-and compute(B) > l, as the latency is paid twice. Costs are kept as measured points and not as lines, since the way that
-tokens travel, and the efficiency of matrix products, change with their number.
+A layer computes for w + a B seconds on B tokens and communicates for l + c B. One batch takes the sum of both. Of two
+halves one computes while the other's tokens travel, and while a half waits out its latency the other may send: a layer
+takes as long as the rank computes, 2 w + a B, as the link sends, c B, or as one half does both, w + l + (a + c) B / 2,
+whichever is the longest; and where the pipeline starts or drains, some of a half shows. So splitting pays only when
+communication, l + c B, takes longer than w, as the weights are read twice. (Were latencies not to overlap, two halves
+would take max(2 w + a B, 2 l + c B), and computing would have to take longer than l.) Costs are kept as measured points
+and not as lines, since the way that tokens travel, and the efficiency of matrix products, change with their number.
 """
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -72,11 +75,21 @@ class LayerCost:
 
     def split(self, half: float) -> float:
         """As two halves of `half` tokens, without fill."""
-        return max(2 * self.compute(half), 2 * self.communication(half))
+        compute, communication = self.compute(half), self.communication(half)
+        return max(2 * compute, 2 * self.sending(half), compute + communication)
 
     def fill(self, half: float) -> float:
-        """What shows of the other of compute and communication where the pipeline starts or drains."""
-        return min(self.compute(half), self.communication(half))
+        """What shows of the other of computing and sending where the pipeline starts or drains."""
+        return min(self.compute(half), self.sending(half) / 2)
+
+    def sending(self, tokens: float) -> float:
+        """Of the communication, what the link is busy: beyond the latency."""
+        return max(self.communication(tokens) - self.latency, 0.0)
+
+    @cached_property
+    def latency(self) -> float:
+        """Of the communication, what it takes whatever the number of tokens."""
+        return self.communication.line()[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,10 +114,12 @@ class PassCost:
         compute = sum(count * 2 * cost.compute(half) for count, cost in self.layers.values())
         return compute >= self.serial(tokens) - self.outside(tokens)
 
-    def latency_outweighs(self, tokens: float, half: float) -> bool:
-        """Whether communicating in halves takes as long as one batch does in all: compute(B) <= l."""
-        communication = sum(count * 2 * cost.communication(half) for count, cost in self.layers.values())
-        return communication >= self.serial(tokens) - self.outside(tokens)
+    def latency_outweighs(self, tokens: float) -> bool:
+        """Whether the latencies take as long as computing: compute(B) <= l."""
+        layers = self.layers.values()
+        return sum(count * cost.latency for count, cost in layers) >= sum(
+            count * cost.compute(tokens) for count, cost in layers
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

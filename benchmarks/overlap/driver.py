@@ -201,8 +201,8 @@ def expected(costs: StepCost, point: dict[str, Any]) -> dict[str, float]:
     passes = [each for each in (costs.verify, costs.draft) if each]
     layers = [layer for each in passes for layer in each.layers.values()]
     left = 1e3 * sum(count * (cost.compute(tokens) - cost.hidden(tokens)) for count, cost in layers)
-    gained, ideal = point["never_ms"] - point["always_ms"], 1e3 * sum(costs.seconds([tokens], [half]))
-    pipeline = 1e3 * sum(pipelined(each, tokens, half) for each in passes)
+    gained, pipeline = point["never_ms"] - point["always_ms"], 1e3 * sum(costs.seconds([tokens], [half]))
+    ideal = 1e3 * sum(without_overlapping_latencies(each, tokens, half) for each in passes)
     return {
         "compute_ms": 1e3 * sum(count * cost.compute(tokens) for count, cost in layers),
         "communication_ms": 1e3 * sum(count * cost.communication(tokens) for count, cost in layers),
@@ -215,16 +215,12 @@ def expected(costs: StepCost, point: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def pipelined(cost: PassCost, tokens: int, half: int) -> float:
-    """Seconds of a pass in two halves whose latencies overlap, too: a layer takes as long as the rank computes, as the
-    link sends, or as one half computes and communicates, whichever is the longest."""
-    seconds, fill = cost.outside(tokens), 0.0
-    for count, layer in cost.layers.values():
-        compute, communication = layer.compute(half), layer.communication(half)
-        sending = max(communication - layer.communication.line()[0], 0.0)
-        seconds += count * max(2 * compute, 2 * sending, compute + communication)
-        fill = max(fill, min(compute, sending / 2))
-    return seconds + fill
+def without_overlapping_latencies(cost: PassCost, tokens: int, half: int) -> float:
+    """Seconds of a pass in two halves, were each to wait out its latencies before the other sends."""
+    layers = cost.layers.values()
+    seconds = sum(count * max(2 * layer.compute(half), 2 * layer.communication(half)) for count, layer in layers)
+    fill = max(min(layer.compute(half), layer.communication(half)) for _, layer in layers)
+    return cost.outside(tokens) + seconds + fill
 
 
 def lines(costs: StepCost) -> dict[str, float]:

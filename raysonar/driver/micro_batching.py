@@ -34,7 +34,7 @@ class Reason(StrEnum):
     COMMUNICATION_TOO_SHORT = "communication too short"
     """It takes less time than reading the weights a second time."""
     COMPUTE_TOO_SHORT = "compute too short"
-    """It takes less time than a second latency."""
+    """It takes less time than a latency."""
     NO_GAIN = "no gain"
     """Communication could hide, but layers without experts, the fill, or what steps have measured outweigh it."""
     TRIAL = "trial"
@@ -124,7 +124,7 @@ class MicroBatcher:
             return decision(2, Reason.GAIN)
         if cost.verify.weights_outweigh(whole[0], in_halves[0]):
             return decision(1, Reason.COMMUNICATION_TOO_SHORT)
-        if cost.verify.latency_outweighs(whole[0], in_halves[0]):
+        if cost.verify.latency_outweighs(whole[0]):
             return decision(1, Reason.COMPUTE_TOO_SHORT)
         return decision(1, Reason.NO_GAIN)
 

@@ -13,15 +13,19 @@ from raysonar.step import StepPlan
 SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 
 
-def costs(w: float, a: float, latency: float, c: float, *, layers: int = 10) -> CostModel:
-    """Layers with experts only."""
+def costs(w: float, a: float, latency: float, c: float, *, split_tried: float | None = None) -> CostModel:
+    """Ten layers with experts. split_tried: what split steps took when tried, as a multiple of unsplit ones."""
 
     def line(fixed: float, per_token: float) -> Curve:
         return Curve.of({tokens: fixed + per_token * tokens for tokens in SIZES})
 
     experts = LayerCost(compute=line(w, a), communication=line(latency, c), hidden=line(0, 0))
-    verify = PassCost(layers={"experts": (layers, experts)}, outside=line(0, 0))
-    step = StepCost(verify=verify, draft=None)
+    verify = PassCost(layers={"experts": (10, experts)}, outside=line(0, 0))
+    tried = {}
+    if split_tried is not None:
+        serial = {tokens: verify.serial(tokens) for tokens in SIZES}
+        tried = {1: Curve.of(serial), 2: Curve.of({tokens: split_tried * took for tokens, took in serial.items()})}
+    step = StepCost(verify=verify, draft=None, tried=tried)
     return CostModel(decode=step, prefill=step)
 
 
@@ -45,8 +49,9 @@ def decide(policy: MicroBatching, model: CostModel | None, rows: int) -> Decisio
     [
         (costs(1e-3, 1e-4, 1e-3, 1e-4), 32, 2, Reason.GAIN),
         (costs(1e-3, 1e-4, 1e-4, 1e-6), 32, 1, Reason.COMMUNICATION_TOO_SHORT),
-        (costs(1e-4, 1e-6, 1e-3, 1e-4), 32, 1, Reason.COMPUTE_TOO_SHORT),
-        (costs(1e-3, 1e-4, 1e-3, 5e-6, layers=1), 32, 1, Reason.NO_GAIN),
+        (costs(1e-4, 1e-6, 1e-3, 1e-4, split_tried=1.05), 32, 1, Reason.COMPUTE_TOO_SHORT),
+        (costs(1e-3, 1e-4, 1e-3, 1e-4, split_tried=1.05), 32, 1, Reason.NO_GAIN),
+        (costs(1e-3, 1e-4, 1e-4, 1e-6, split_tried=0.9), 32, 2, Reason.GAIN),
         (costs(1e-3, 1e-4, 1e-3, 1e-4), 1, 1, Reason.ONE_ROW),
         (None, 32, 1, Reason.NOT_PROFILED),
     ],
