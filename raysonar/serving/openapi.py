@@ -17,6 +17,7 @@ _REASONS = {
     "400": "A parameter is unknown, wrong or not supported; `param` names it.",
     "401": "The service asks for an API key, and there is none, or not a valid one.",
     "404": "This server has no such model.",
+    "408": "The body has stopped coming.",
     "413": "The body is too large.",
     "429": "Too many requests with this API key; try again after `Retry-After` seconds.",
     "500": "The server failed.",
@@ -64,7 +65,7 @@ def _paths(model: str) -> Json:
 
 
 def _post(summary: str, body: type, answer: str, stream: str | None = None) -> Json:
-    operation = _operation(summary, answer, "400", "401", "404", "413", "429", "500", "503", "504")
+    operation = _operation(summary, answer, "400", "401", "404", "408", "413", "429", "500", "503", "504")
     if stream is not None:
         events = f"With `stream`, events of `data: {stream}`, then `data: [DONE]`."
         operation["responses"]["200"] |= {"description": events}
