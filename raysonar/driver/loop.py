@@ -186,9 +186,12 @@ class EngineLoop:
             restarting = self._restarting
         if restarting:
             self._channel.close()  # ends the wait for ranks that nobody wants any more
+        # on the thread that started the ranks: a Ray of our own is killed by Linux when the thread that began it ends
+        closed = self._worker.submit(self._channel.close)
         if not self._worker.stop(timeout=60.0):
             raise EngineFailedError("the engine loop did not end within 60 s")
-        self._channel.close()
+        if closed.done():  # else it was closed before, or is when this thread, the worker's own, comes to it
+            closed.result()
 
     def _run(self) -> None:
         failure: BaseException | None = None

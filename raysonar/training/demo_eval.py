@@ -161,6 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=TARGET, help=f"exported folder (the draft is {DRAFT.name})")
     parser.add_argument("--sample", type=int, default=0, help="questions a set; 0 takes all")
+    parser.add_argument("--draft-model", type=Path, help="drafts in place of the MTP module")
     parser.add_argument("--speculative-tokens", type=int, default=1)
     parser.add_argument("--mtp-hidden", choices=("auto", "pre_norm", "post_norm"), default="auto")
     parser.add_argument("--seed", type=int, default=0)
@@ -170,6 +171,7 @@ def main() -> None:
     engine = Engine.from_folder(
         options.model,
         dtype="float32",
+        draft_model=options.draft_model,
         speculative_tokens=options.speculative_tokens,
         mtp_hidden=options.mtp_hidden,
     )

@@ -181,6 +181,15 @@ def test_a_group_of_ranks_changes_no_text(folder: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().out == alone
 
 
+def test_a_group_that_starts_ray_by_itself_ends_it_too(folder: Path):
+    """In a process of its own: no other test's Ray is there."""
+    words = [*arguments(folder, "--prompt", "hi"), "--data-parallel", "2", "--micro-batching", "never"]
+    environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0"}
+    done = subprocess.run([COMMAND, *words], capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "GCS" not in done.stderr
+
+
 def test_speculation_is_one_token_where_there_is_an_mtp_module_and_none_where_there_is_not(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

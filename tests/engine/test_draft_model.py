@@ -87,6 +87,17 @@ def test_a_model_that_drafts_for_itself_is_always_accepted(options: dict[str, An
     assert stats.pages_free == stats.pages
 
 
+@pytest.mark.usefixtures("ray_cluster")
+def test_ranks_that_are_told_drafts_and_scores_accept_as_the_first_does() -> None:
+    """If they did not, their part of the next step would be of another text, and nothing would be accepted."""
+    requests, each = prompts() * 3, [*params("greedy"), *params("seeded"), *params("rejection")]
+    with engine(speculative_tokens=3, tensor_parallel=2, max_running=18) as made:
+        found = acceptance(made.generate(requests, each))
+    assert all(count > 100 for count in found.drafted)
+    # the target's sums are of two parts, the draft's are not: some ties within rounding go either way
+    assert all(rate > 0.97 for rate in found.rates)
+
+
 def test_fewer_drafts_than_are_asked_for_come_of_short_budgets() -> None:
     """What the budgets above are for: decode rows without a draft, which the draft's cache must not miss."""
     with engine(speculative_tokens=2, token_budget=5) as made:
