@@ -1,5 +1,6 @@
 """Engines measure what their layers take, decide step by step, and say why; the text never depends on it."""
 
+from collections import Counter
 from itertools import product
 from typing import Any
 
@@ -41,6 +42,11 @@ def test_an_engine_profiles_itself_and_any_policy_gives_the_same_text(tensor: in
     assert {record.reason for record in records} <= set(Reason) - {Reason.NOT_PROFILED}
     assert all((record.predicted_seconds or 0) > 0 for record in records)
     assert stats.pages_free == stats.pages
+    assert stats.decisions.reasons == Counter(record.reason for record in records)
+    assert stats.decisions.predicted_seconds == pytest.approx(sum(record.predicted_seconds or 0 for record in records))
+    assert stats.decisions.measured_seconds == pytest.approx(
+        sum(record.verify_seconds + record.draft_seconds for record in records)
+    )
     assert costs is not None
     for step, name in product((costs.decode, costs.prefill), ("verify", "draft")):
         passes = getattr(step, name)
