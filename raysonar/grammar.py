@@ -7,7 +7,7 @@ from enum import IntEnum
 from typing import Any, Self
 
 from raysonar.errors import InvalidRequestError
-from raysonar.json_schema import parse_schema
+from raysonar.json_schema import check_schema
 
 MAX_BYTES = 64 << 10
 """Of a grammar's text: compiling takes time and memory, on every rank."""
@@ -25,7 +25,7 @@ class GrammarKind(IntEnum):
 
 @dataclass(frozen=True)
 class Grammar:
-    """Made by one of its constructors; the vocabulary-dependent rest is checked when a request is made."""
+    """Made by one of its constructors, which check it; what depends on the vocabulary is checked with the request."""
 
     kind: GrammarKind
     text: str
@@ -39,20 +39,15 @@ class Grammar:
             raise self.refusal(f"it is not valid Unicode: {error}") from error
         if size > MAX_BYTES:
             raise self.refusal(f"it has {size} bytes, at most {MAX_BYTES} are taken")
-        if self.kind is GrammarKind.JSON_SCHEMA:
-            parse_schema(self.text, self.field)
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str, field: str = "grammar") -> Self:
         """JSON that is valid under a JSON Schema, given as an object or as its text. Objects have the properties that
         are named, in their order, and no others unless additionalProperties says so."""
-        if isinstance(schema, str):
-            return cls(GrammarKind.JSON_SCHEMA, schema, field)
-        try:
-            text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidRequestError(f"{field}: the schema is no JSON: {error}", field) from error
-        return cls(GrammarKind.JSON_SCHEMA, text, field)
+        text = schema if isinstance(schema, str) else _json(schema, field)
+        made = cls(GrammarKind.JSON_SCHEMA, text, field)
+        check_schema(text, field)
+        return made
 
     @classmethod
     def json_object(cls, field: str = "grammar") -> Self:
@@ -80,6 +75,13 @@ class Grammar:
     def refusal(self, reason: str) -> InvalidRequestError:
         """The error that says why this grammar is not taken."""
         return InvalidRequestError(f"{self.field}: {reason}", self.field)
+
+
+def _json(schema: Mapping[str, Any], field: str) -> str:
+    try:
+        return json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{field}: the schema is no JSON: {error}", field) from error
 
 
 def _literal(text: str) -> str:

@@ -59,8 +59,8 @@ _FORMATS = frozenset(
 Schema = Mapping[str, Any]
 
 
-def parse_schema(text: str, field: str) -> Schema:
-    """The schema, checked. Raises InvalidRequestError: it is no JSON, no valid schema, or cannot be kept exactly."""
+def check_schema(text: str, field: str) -> None:
+    """Raises InvalidRequestError: it is no JSON, no valid schema, or cannot be kept exactly."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import best_match
 
@@ -81,7 +81,6 @@ def parse_schema(text: str, field: str) -> Schema:
     for path, each in schemas:
         if (reason := _fault(each, schema)) is not None:
             raise InvalidRequestError(f"{field}: the schema cannot be kept exactly: {reason}, at {path}", field)
-    return schema
 
 
 def _depth(value: Any) -> int:
