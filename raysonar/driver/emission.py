@@ -26,6 +26,8 @@ class Emitter:
         """Those of the answer that have gone through."""
         self._finish_reason: FinishReason | None = None
         self._stop_reason: str | int | None = None
+        for token in answer.tokens[len(answer.request.prompt_token_ids) :].tolist():
+            self._add(token)  # given out by an engine that is gone: the text goes on where that one's ended
 
     def advance(self, tokens: list[int], logprobs: list[TokenLogprob] | None) -> Delta:
         """The delta of a step's new tokens; its finish_reason says whether the answer ended with one of them."""

@@ -35,7 +35,7 @@ from raysonar.driver.outputs import Delta, GenerationResult
 from raysonar.driver.params import SamplingParams
 from raysonar.driver.profiling import profile
 from raysonar.driver.recovery import Recovery
-from raysonar.driver.request import Limits, Request, Sink, make_request
+from raysonar.driver.request import Limits, Progress, Request, Sink, make_request
 from raysonar.driver.scheduler import Scheduler
 from raysonar.driver.worker import Worker
 from raysonar.errors import ConfigurationError, InvalidRequestError, RaysonarError
@@ -295,14 +295,17 @@ class Engine:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        progress: Progress | None = None,
     ) -> AsyncGenerator[Delta]:
         """Deltas of one request. Closing or cancelling it aborts the request: slot and pages are free at once.
+
+        `progress` lets it go on behind what another engine of the same model has given out, as if it were the same one.
 
         Raises InvalidRequestError here, before anything is queued; the request is queued with the first `anext`.
         """
         self._loop.check_running()
         mailbox = Mailbox()
-        request = self._request(prompt, params or SamplingParams(), mailbox.put, request_id, priority)
+        request = self._request(prompt, params or SamplingParams(), mailbox.put, request_id, priority, progress)
         return self._stream(request, mailbox)
 
     def abort(self, request_id: str) -> bool:
@@ -382,7 +385,7 @@ class Engine:
     async def _stream(self, request: Request, mailbox: Mailbox) -> AsyncGenerator[Delta]:
         mailbox.open()
         self._loop.submit([request])
-        open_answers = len(request.answers)
+        open_answers = sum(not answer.finished for answer in request.answers)
         try:
             while open_answers:
                 for item in await mailbox.take():
@@ -394,7 +397,13 @@ class Engine:
             self._loop.drop(request)
 
     def _request(
-        self, prompt: Prompt, params: SamplingParams, sink: Sink, request_id: str | None = None, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        sink: Sink,
+        request_id: str | None = None,
+        priority: int = 0,
+        progress: Progress | None = None,
     ) -> Request:
         if not self.tokenizer.available and params.stop:
             raise InvalidRequestError("stop strings need a tokenizer, and the model's folder has none", "stop")
@@ -411,6 +420,7 @@ class Engine:
             limits=self._limits,
             sink=sink,
             priority=priority,
+            progress=progress,
         )
 
 

@@ -104,9 +104,10 @@ class EngineLoop:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests, all or none. Raises EngineFailedError, QueueFullError, InvalidRequestError (a known id)."""
+        emitters = self._open.emitters(requests)
         with self._changed:
             self.check_running()
-            self._open.add(requests)
+            self._open.add(requests, emitters)
             self._changed.notify_all()
 
     def abort(self, request_id: str) -> bool:

@@ -41,23 +41,38 @@ class OpenRequests:
         """The open request of this id."""
         return self._requests.get(request_id)
 
-    def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests, all or none. Raises QueueFullError, InvalidRequestError (a known id)."""
+    def emitters(self, requests: Sequence[Request]) -> dict[Answer, Emitter]:
+        """Of all answers that have not ended; may be called from any thread."""
+        return {
+            answer: Emitter(answer, self._decoder, self._eos_token_ids)
+            for request in requests
+            for answer in request.answers
+            if not answer.finished
+        }
+
+    def add(self, requests: Sequence[Request], emitters: dict[Answer, Emitter]) -> None:
+        """Queue requests, all or none, with the emitters of their answers.
+
+        Raises QueueFullError, InvalidRequestError (a known id).
+        """
         waiting = self._scheduler.waiting + self.held_back
         room = self._scheduler.empty + self._max_waiting - waiting
-        more = sum(len(request.answers) for request in requests)
+        more = len(emitters)
         if more > room:
             raise QueueFullError(f"{waiting} answers are waiting and {more} more were asked for; {room} find room")
         for request in requests:
             if request.id in self._requests:
                 raise InvalidRequestError(f"request id {request.id!r} is in use", "request_id")
+        self._emitters |= emitters
         for request in requests:
             self._requests[request.id] = request
-            self._scheduler.add(request.answers[0])
-            self.held_back += len(request.answers) - 1
+            ready = request.answers if request.started else request.answers[:1]
+            self.held_back += len(request.answers) - len(ready)
             for answer in request.answers:
                 answer.moments = Moments()
-                self._emitters[answer] = Emitter(answer, self._decoder, self._eos_token_ids)
+            for answer in ready:
+                if not answer.finished:
+                    self._scheduler.add(answer)
             self._scheduler.counters.requests += 1
             self._scheduler.counters.prompt_tokens += len(request.prompt_token_ids)
 

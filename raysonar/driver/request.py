@@ -21,6 +21,16 @@ Sink = Callable[[Delta | RaysonarError], None]
 _arrivals = itertools.count()
 
 
+@dataclass(frozen=True)
+class Progress:
+    """How far a request had come with an engine that is gone, its first delta included: it goes on behind that."""
+
+    tokens: tuple[tuple[int, ...], ...]
+    """Each answer's, as far as they were given out."""
+    finished: frozenset[int] = frozenset()
+    """Places of the answers that have ended."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """What the rank's model and cache can take."""
@@ -139,6 +149,7 @@ def make_request(
     limits: Limits,
     sink: Sink,
     priority: int = 0,
+    progress: Progress | None = None,
 ) -> Request:
     """Check a request against the model and make its answers. Raises InvalidRequestError, naming the field."""
     if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
@@ -179,7 +190,27 @@ def make_request(
                 prompt_logprobs=[None] if wants_prompt else None,
             )
         )
+    if progress is not None:
+        _go_on(request, progress, limits)
     return request
+
+
+def _go_on(request: Request, progress: Progress, limits: Limits) -> None:
+    """Let a new request be as far as an earlier one was."""
+    if len(progress.tokens) != len(request.answers):
+        message = f"the progress is of {len(progress.tokens)} answers, {len(request.answers)} are asked for"
+        raise InvalidRequestError(message, "progress")
+    if progress.finished >= set(range(len(request.answers))):
+        raise InvalidRequestError("all answers have ended, there is nothing to go on with", "progress")
+    request.started = True
+    for answer, tokens in zip(request.answers, progress.tokens, strict=True):
+        check_tokens("progress", tokens, limits.vocab)
+        answer.finished = answer.index in progress.finished
+        answer.prompt_logprobs = None  # they came with the first delta
+        answer.tokens = np.concatenate((answer.tokens, np.array(tokens, np.int32)))
+        if not answer.finished and len(answer.tokens) >= answer.limit:
+            message = f"an answer of {len(tokens)} tokens is as long as it may be, and is said to go on"
+            raise InvalidRequestError(message, "progress")
 
 
 def check_tokens(field_name: str, tokens: Iterable[int], vocab: int) -> None:

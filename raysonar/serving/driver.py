@@ -68,6 +68,7 @@ class Driver:
         pumps = [
             asyncio.create_task(self._pump(news, generation, place, prompt))
             for place, prompt in enumerate(generation.prompts)
+            if place not in generation.finished
         ]
         try:
             running, held = len(pumps), list[tuple[int, Delta]]()
@@ -110,8 +111,9 @@ class Driver:
                 for delta in result.deltas():
                     news.put_nowait((place, delta))
             else:
+                progress = generation.progress.get(place)
                 stream = await asyncio.to_thread(
-                    engine.stream, tokens, params, request_id=request_id, priority=priority
+                    engine.stream, tokens, params, request_id=request_id, priority=priority, progress=progress
                 )
                 async with aclosing(stream) as deltas:
                     async for delta in deltas:

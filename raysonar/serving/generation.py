@@ -6,6 +6,7 @@ from typing import Any
 
 from raysonar.driver.outputs import Delta
 from raysonar.driver.params import SamplingParams
+from raysonar.driver.request import Progress
 from raysonar.serving.parsers import ToolFormatName
 from raysonar.serving.problems import Problem
 
@@ -36,6 +37,13 @@ class Generation:
     """Lower values are served first."""
     whole: bool = False
     """All deltas may come in one batch at the end: nobody reads them earlier."""
+    progress: Mapping[int, Progress] = field(default_factory=dict)
+    """How far prompts had come with a driver that is gone, by their place; their prompts are token ids."""
+
+    @property
+    def finished(self) -> set[int]:
+        """Places of the prompts whose answers have all ended."""
+        return {place for place, each in self.progress.items() if len(each.finished) == len(each.tokens)}
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar, cast
 
@@ -12,17 +12,16 @@ from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from ray import serve
-from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
+from ray.serve.handle import DeploymentHandle, DeploymentResponse
 from starlette.exceptions import HTTPException
 
 from raysonar.config import ReasoningParserName, ServiceConfig, ToolParserName
-from raysonar.driver.outputs import Delta
 from raysonar.observe.metrics import HTTP_REQUESTS
 from raysonar.serving.access import Access, ApiKeys
 from raysonar.serving.answering import Answering
 from raysonar.serving.body import Body
 from raysonar.serving.deadlines import shorter, within
-from raysonar.serving.generation import Batch, Generation, Profile, Vocabulary
+from raysonar.serving.generation import Generation, Profile, Vocabulary
 from raysonar.serving.journal import Entry, Journal
 from raysonar.serving.metrics import CONTENT_TYPE, RayExporter, Source, StatusCounter, exposition, replica_labels
 from raysonar.serving.openapi import document
@@ -36,6 +35,7 @@ from raysonar.serving.problems import (
 )
 from raysonar.serving.protocol import ChatBody, CompletionBody, GenerationBody
 from raysonar.serving.responses import Answer, event
+from raysonar.serving.resuming import Deltas, asked, resumed
 from raysonar.serving.tokens import DetokenizeBody, TokenizeBody
 
 PROBE_TIMEOUT_S = 5.0
@@ -44,7 +44,6 @@ PROBE_TIMEOUT_S = 5.0
 _STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Events pass on at once, past caches and nginx."""
 
-Deltas = list[tuple[int, Delta]]
 AnyBody = TypeVar("AnyBody", bound=Body)
 Value = TypeVar("Value")
 logger = logging.getLogger("ray.serve")
@@ -153,7 +152,9 @@ class Ingress:
         try:
             body = await self._body(request, TokenizeBody)
             profile = await self._model_profile()
-            tokens = await self._ask(self._driver.tokenize.remote(body.text, body.add_special_tokens is not False))
+            tokens = await self._ask(
+                lambda: self._driver.tokenize.remote(body.text, body.add_special_tokens is not False)
+            )
             vocabulary = await self._vocabulary_of_model() if body.return_token_strs else None
         except Exception as error:
             return _problem_response(error)
@@ -165,7 +166,7 @@ class Ingress:
         """The text of token ids."""
         try:
             body = await self._body(request, DetokenizeBody)
-            return JSONResponse({"prompt": await self._ask(self._driver.detokenize.remote(body.tokens))})
+            return JSONResponse({"prompt": await self._ask(lambda: self._driver.detokenize.remote(body.tokens))})
         except Exception as error:
             return _problem_response(error)
 
@@ -198,35 +199,30 @@ class Ingress:
         if self._ongoing >= self._config.max_ongoing_requests:
             raise unavailable(f"{self._ongoing} requests are being served, as many as can be", "overloaded")
         self._ongoing += 1
-        stream = cast(DeploymentResponseGenerator[Batch], self._streaming_driver.stream.remote(generation))
-        batches = within(seconds, stream)
         try:
-            async with asyncio.timeout(self._config.start_timeout_s):
-                await anext(batches)
-            async for batch in batches:
-                if isinstance(batch, Problem):
-                    raise ProblemError(batch)
-                yield batch
+            stream = resumed(self._streaming_driver.stream.remote, generation, self._config.start_timeout_s)
+            async with aclosing(stream):
+                async for deltas in within(seconds, stream):
+                    yield deltas
         finally:
             self._ongoing -= 1
-            stream.cancel()  # type: ignore[no-untyped-call]
 
     async def _vocabulary_of_model(self) -> Vocabulary:
         if self._vocabulary is None:
-            vocabulary: Vocabulary = await self._ask(self._driver.vocabulary.remote())
+            vocabulary: Vocabulary = await self._ask(lambda: self._driver.vocabulary.remote())
             self._vocabulary = vocabulary
         return self._vocabulary
 
     async def _model_profile(self) -> Profile:
         if self._profile is None:
-            profile: Profile = await self._ask(self._driver.profile.remote())
+            profile: Profile = await self._ask(lambda: self._driver.profile.remote())
             self._profile = profile
         return self._profile
 
-    async def _ask(self, answer: Awaitable[Value | Problem]) -> Value:
-        """What the driver answers, within the time that it has to start."""
+    async def _ask(self, ask: Callable[[], Awaitable[Value | Problem]]) -> Value:
+        """What a driver answers, within the time that it has to start."""
         async with asyncio.timeout(self._config.start_timeout_s):
-            value = await answer
+            value = await asked(ask)
         if isinstance(value, Problem):
             raise ProblemError(value)
         return value
