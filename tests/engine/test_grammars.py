@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -143,14 +144,15 @@ def test_texts_are_valid_and_do_not_depend_on_the_shape_of_the_steps(k: int, opt
 
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize(
-    ("tensor", "data", "k", "micro_batching"), [(2, 1, 1, "never"), (1, 2, 3, "always"), (2, 2, 2, "always")]
+    ("tensor", "data", "k", "micro_batching", "draft"),
+    [(2, 1, 1, "never", None), (1, 2, 3, "always", None), (2, 2, 2, "always", None), (2, 1, 3, "never", DRAFT)],
 )
 def test_every_layout_keeps_to_the_grammar_and_gives_the_text_of_one_rank(
-    tensor: int, data: int, k: int, micro_batching: str
+    tensor: int, data: int, k: int, micro_batching: str, draft: Path | None
 ) -> None:
     prompts, params = requests()
     layout = {"tensor_parallel": tensor, "data_parallel": data, "micro_batching": micro_batching}
-    with engine(speculative_tokens=k, page_size=4, pages=60, max_running=4, **layout) as made:
+    with engine(speculative_tokens=k, draft_model=draft, page_size=4, pages=60, max_running=4, **layout) as made:
         results = made.generate(prompts, params)
     assert ids(results) == one_by_one()
     assert check_schemas(results, params) == 2 * len(SCHEMAS)
