@@ -91,9 +91,9 @@ class EngineReplica:
     async def start(self) -> int:
         config = self._config
         name = model_name(config)
-        driver = self._driver = await asyncio.to_thread(
-            Driver, config.engine, config.start_timeout_s, name, config.limits
-        )
+        if self._driver is None:
+            self._driver = await asyncio.to_thread(Driver, config.engine, config.start_timeout_s, name, config.limits)
+        driver = self._driver
         profile, vocabulary = driver.profile(), driver.vocabulary()
 
         async def the_profile() -> Profile:

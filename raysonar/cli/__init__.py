@@ -10,6 +10,7 @@ from contextlib import suppress
 from importlib.metadata import version
 
 from raysonar.cli.batch import add_batch
+from raysonar.cli.bench import add_bench
 from raysonar.cli.generate import add_generate
 from raysonar.cli.serve import add_serve
 from raysonar.errors import ConfigurationError, RaysonarError
@@ -56,4 +57,5 @@ def _parser() -> argparse.ArgumentParser:
     add_generate(commands)
     add_serve(commands)
     add_batch(commands)
+    add_bench(commands)
     return parser

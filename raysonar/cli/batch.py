@@ -13,6 +13,7 @@ from raysonar.cli.options import (
     engine_options,
     engine_values,
     given,
+    key_of,
     overridden,
     sampling_values,
 )
@@ -106,7 +107,7 @@ def _who(options: argparse.Namespace) -> "Engines | Service":
         application=options.serve_app,
         model=options.model_name,
         concurrency=options.concurrency or 64,
-        api_key=None if options.api_key_file is None else _key(options.api_key_file),
+        api_key=None if options.api_key_file is None else key_of(options.api_key_file),
         address=options.address,
     )
 
@@ -114,10 +115,3 @@ def _who(options: argparse.Namespace) -> "Engines | Service":
 def _refuse(values: dict[str, Any], why: str) -> None:
     for name in values:
         raise ConfigurationError(f"--{name.replace('_', '-')} {why}")
-
-
-def _key(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"cannot read the API key from {file}: {error}") from error

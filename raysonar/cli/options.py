@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from raysonar.driver.params import CONTINUATION
@@ -168,3 +169,11 @@ def overridden(values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
         inner = merged.get(key)
         merged[key] = overridden(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
     return merged
+
+
+def key_of(file: Path) -> str:
+    """The API key in a file. Raises ConfigurationError."""
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"cannot read the API key from {file}: {error}") from error

@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, LoggingConfig
 
 from raysonar import demo
@@ -72,7 +73,7 @@ def run_service(config: ServiceConfig, where: Listening) -> None:
 
 def _stop(where: Listening) -> None:
     """End the application when its running requests have ended, and Serve with it."""
-    with suppress(TimeoutError):  # Serve waits for a minute
+    with suppress(TimeoutError, RayServeException):  # Serve waits for a minute, and may not have begun
         serve.delete(APPLICATION)
     if where.address is not None:
         serve.shutdown()  # type: ignore[no-untyped-call]

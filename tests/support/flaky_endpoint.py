@@ -67,3 +67,9 @@ def echo(body: dict[str, Any]) -> web.Response:
     details = {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 1}
     answer = {"id": "answer", "choices": [choice], "usage": {**usage, "completion_tokens_details": details}}
     return web.Response(body=json.dumps(answer), content_type="application/json")
+
+
+def events(*data: dict[str, Any] | str) -> web.Response:
+    """Server-sent events."""
+    lines = (each if isinstance(each, str) else json.dumps(each) for each in data)
+    return web.Response(text="".join(f"data: {line}\n\n" for line in lines), content_type="text/event-stream")
