@@ -18,7 +18,8 @@ from raysonar.serving.generation import Batch, Chat, Generation, Profile, Prompt
 from raysonar.serving.lengths import Lengths
 from raysonar.serving.metrics import RayExporter, Source, replica_labels
 from raysonar.serving.parsers import reasons, tool_format_of
-from raysonar.serving.problems import Problem, problem_of
+from raysonar.serving.problems import Problem, problem_of, unavailable
+from raysonar.serving.senders import Senders
 
 if TYPE_CHECKING:
     from raysonar.driver.engine import Engine
@@ -32,6 +33,7 @@ _LONGEST_PAUSE_S = 0.05
 
 _WARM_UP_TOKENS = 4
 _NO_LIMITS = LimitsConfig()
+_SENDER_GONE = unavailable("Nobody reads this stream any more", "sender_gone").problem
 
 logger = logging.getLogger("ray.serve")
 
@@ -52,6 +54,7 @@ class Driver:
         finally:
             starter.shutdown(wait=False)
         self._streams = 0
+        self._senders = Senders()
         self._lengths = Lengths(self._engine.max_length, limits.max_prompt_tokens, limits.max_answer_tokens)
         self._labels = replica_labels(model)
         engine = self._engine  # not self: the thread must not keep a driver that Serve lets go of
@@ -63,8 +66,17 @@ class Driver:
         Closing it aborts the prompts and frees their slots and pages.
         """
         yield []
-        self._streams += 1
         news: asyncio.Queue[tuple[int, Delta] | Problem | None] = asyncio.Queue()
+        with self._senders.watched(generation.sender, lambda: news.put_nowait(_SENDER_GONE)):
+            async with aclosing(self._batches(generation, news)) as batches:
+                async for batch in batches:
+                    yield batch
+
+    async def _batches(
+        self, generation: Generation, news: "asyncio.Queue[tuple[int, Delta] | Problem | None]"
+    ) -> AsyncGenerator[Batch]:
+        """What the prompts' pumps put into `news`, until all have ended."""
+        self._streams += 1
         pumps = [
             asyncio.create_task(self._pump(news, generation, place, prompt))
             for place, prompt in enumerate(generation.prompts)

@@ -9,6 +9,7 @@ from raysonar.driver.params import SamplingParams
 from raysonar.driver.request import Progress
 from raysonar.serving.parsers import ToolFormatName
 from raysonar.serving.problems import Problem
+from raysonar.serving.senders import Sender
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Generation:
     """Lower values are served first."""
     whole: bool = False
     """All deltas may come in one batch at the end: nobody reads them earlier."""
+    sender: Sender | None = None
+    """Who asks; the generation is stopped when it is gone."""
     progress: Mapping[int, Progress] = field(default_factory=dict)
     """How far prompts had come with a driver that is gone, by their place; their prompts are token ids."""
 

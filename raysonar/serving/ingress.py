@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from fastapi import FastAPI, Request
@@ -36,6 +37,7 @@ from raysonar.serving.problems import (
 from raysonar.serving.protocol import ChatBody, CompletionBody, GenerationBody
 from raysonar.serving.responses import Answer, event
 from raysonar.serving.resuming import Deltas, asked, resumed
+from raysonar.serving.senders import Sender
 from raysonar.serving.tokens import DetokenizeBody, TokenizeBody
 
 PROBE_TIMEOUT_S = 5.0
@@ -70,6 +72,7 @@ class Ingress:
         self._journal = Journal(model, config.trace_endpoint)
         self._statuses: Counter[str] = Counter()
         self._labels = replica_labels(model)
+        self._sender = Sender.here()
         self._exporter = RayExporter(lambda: [(HTTP_REQUESTS, dict(self._statuses))], self._labels)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -200,7 +203,8 @@ class Ingress:
             raise unavailable(f"{self._ongoing} requests are being served, as many as can be", "overloaded")
         self._ongoing += 1
         try:
-            stream = resumed(self._streaming_driver.stream.remote, generation, self._config.start_timeout_s)
+            sent = replace(generation, sender=self._sender)
+            stream = resumed(self._streaming_driver.stream.remote, sent, self._config.start_timeout_s)
             async with aclosing(stream):
                 async for deltas in within(seconds, stream):
                     yield deltas

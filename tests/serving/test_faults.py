@@ -1,6 +1,7 @@
 """Replicas that are killed: no request fails, and every answer is that of an undisturbed run."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from ray import serve
 from support.service import MODEL, Service
 from support.victims import assert_gone, pids_of
 
+from raysonar.observe.counters import EngineStats
 from raysonar.serving.app import build_app
 
 REQUESTS = 16
@@ -106,10 +108,10 @@ def ask(url: str, blow: Callable[[], None] | None, after: int) -> list[dict[str,
     return [vars(each) for each in answers]
 
 
-def assert_idle(name: str) -> None:
+def assert_idle() -> None:
     deadline = time.monotonic() + 30
     while True:
-        stats = serve.get_deployment_handle("Driver", name).stats.remote().result(timeout_s=30)
+        stats = _stats()
         if not (stats.running or stats.waiting or stats.pages_referenced):
             assert stats.pages_free == stats.pages
             return
@@ -124,4 +126,39 @@ def test_requests_outlive_the_driver(victim: str) -> None:
     disturbed = ask(victim, lambda: os.kill(pid, signal.SIGKILL), after=REQUESTS * 20)
     assert_gone({pid})
     assert disturbed == undisturbed
-    assert_idle(NAME)
+    assert_idle()
+
+
+def test_requests_of_an_ingress_that_is_killed_stop_and_free_what_they_hold(victim: str) -> None:
+    [pid] = pids_of(f"ServeReplica:{NAME}:Ingress")
+    values = body(1, stream=True) | {"max_tokens": 480, "logprobs": 20, "n": 1}
+
+    async def lose() -> float:
+        async with httpx.AsyncClient(base_url=victim, timeout=180) as client:
+            streams = [asyncio.create_task(_lost(client, values)) for _ in range(48)]
+            while (await asyncio.to_thread(_stats)).waiting < 24:
+                await asyncio.sleep(0.05)
+            os.kill(pid, signal.SIGKILL)
+            began = time.monotonic()
+            await asyncio.gather(*streams)
+            return began
+
+    before = _stats()
+    began = asyncio.run(lose())
+    assert_idle()
+    assert time.monotonic() - began < 30
+    after = _stats()
+    assert after.aborted - before.aborted >= 12
+    assert ask(victim, None, 0)[1]["usage"]["completion_tokens"] == TOKENS  # the ingress that took its place is known
+
+
+async def _lost(client: httpx.AsyncClient, values: dict[str, Any]) -> None:
+    """Read until the connection ends, before the answer does."""
+    with contextlib.suppress(httpx.RemoteProtocolError):
+        async with client.stream("POST", "/v1/completions", json=values) as response:
+            assert "data: [DONE]" not in [line async for line in response.aiter_lines()]
+
+
+def _stats() -> EngineStats:
+    stats: EngineStats = serve.get_deployment_handle("Driver", NAME).stats.remote().result(timeout_s=30)
+    return stats
