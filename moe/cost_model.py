@@ -129,7 +129,7 @@ class StepCost:
     verify: PassCost
     draft: PassCost | None
     tried: Mapping[int, Curve] = field(default_factory=dict)
-    """Seconds until the result of steps that were tried, by halves."""
+    """Seconds of steps that were tried, with their draft run, by halves."""
 
     def seconds(self, tokens: Sequence[int], halves: Sequence[int] | None = None) -> tuple[float, float]:
         """(until the result, of the draft run behind it), as one batch or in halves of at most `halves` tokens.
@@ -150,8 +150,7 @@ class StepCost:
         """What steps took when they were tried, over what `seconds` says; 1 when they were not."""
         if halves not in self.tried:
             return 1.0
-        said, _ = self.seconds(tokens, in_halves if halves == 2 else None)
-        return self.tried[halves](tokens[0]) / said
+        return self.tried[halves](tokens[0]) / sum(self.seconds(tokens, in_halves if halves == 2 else None))
 
 
 @dataclass(frozen=True, kw_only=True)

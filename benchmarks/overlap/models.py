@@ -12,7 +12,7 @@ from make_checkpoint import CONFIG, Config, write_model
 
 from raysonar.moe.payload import RowFormat
 
-LAYERS = 6
+LAYERS = 12
 """And the MTP module's."""
 HIDDEN = 256
 

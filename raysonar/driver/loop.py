@@ -84,8 +84,8 @@ class EngineLoop:
         """The steps whose results are not in yet."""
         self._traced_in_flight = 0
         """How many of them are traced."""
-        self._draft_before: float | None = None
-        """What the draft run of the step before was expected to take."""
+        self._before: tuple[Decision, float] | None = None
+        """The step before: its draft run's time comes with the next result, here is what it took until its own."""
         self.steps = StepLog()
         self._trace = threading.Lock()
         """Held while a trace is being made."""
@@ -255,7 +255,7 @@ class EngineLoop:
         self._open.queue_again()
         self._sent.clear()
         self._traced_in_flight = 0
-        self._draft_before = None
+        self._before = None
         self._idle = True
         self._trace_lost = self._scheduler.tracing
         self._changed.notify_all()
@@ -302,9 +302,11 @@ class EngineLoop:
             steps = self._scheduler.commit(results)
             for step, result in zip(steps, results, strict=True):
                 self._open.give_out(step.advances, ResultLogprobs(result))
-            record = _record(steps, results, sent, self._draft_before)
-            self._draft_before = sent.decision.draft_seconds
-            self._scheduler.micro_batcher.learn(sent.decision, record.verify_seconds)
+            record = _record(steps, results, sent, self._before[0] if self._before else None)
+            if self._before is not None:
+                decision, verify_seconds = self._before
+                self._scheduler.micro_batcher.learn(decision, verify_seconds + record.draft_seconds)
+            self._before = sent.decision, record.verify_seconds
             self._count(record)
         self.steps.append(record)
 
@@ -337,11 +339,10 @@ def _failed(cause: BaseException) -> EngineFailedError:
     return EngineFailedError(f"the engine has failed: {type(cause).__name__}: {cause}")
 
 
-def _record(
-    steps: Sequence[Step], results: Sequence[StepResult], sent: _Sent, draft_before: float | None
-) -> StepRecord:
+def _record(steps: Sequence[Step], results: Sequence[StepResult], sent: _Sent, before: Decision | None) -> StepRecord:
     """One record of all data-parallel rows' step; times are those of the slowest."""
     expected = sent.decision.verify_seconds
+    draft_expected = (before.draft_seconds if before else None) or 0.0
     seconds = np.concatenate([result.seconds for result in results])
     slowest = {name: float(seconds[name].max()) for name in SECONDS.names or ()}
     return StepRecord(
@@ -353,7 +354,7 @@ def _record(
         accepted=sum(step.accepted for step in steps),
         halves=sent.decision.halves,
         reason=sent.decision.reason,
-        predicted_seconds=None if expected is None else expected + (draft_before or 0.0),
+        predicted_seconds=None if expected is None else expected + draft_expected,
         plan_seconds=sent.seconds,
         wait_seconds=0.0 if sent.after_idling else slowest["wait"],
         verify_seconds=slowest["verify"],

@@ -53,7 +53,7 @@ class Decision:
     size: tuple[bool, int] | None = None
     """What is learnt from the step is kept for this size."""
     model_seconds: float = 0.0
-    """What the cost model alone says, until the result."""
+    """What the cost model alone says of the step with its draft run."""
 
 
 @dataclass
@@ -110,7 +110,7 @@ class MicroBatcher:
 
         def decision(halves: int, reason: Reason) -> Decision:
             verify, draft = model[halves]
-            return Decision(halves, reason, verify * factor[halves], draft * factor[halves], size, verify)
+            return Decision(halves, reason, verify * factor[halves], draft * factor[halves], size, verify + draft)
 
         if self.policy != "auto":
             return decision(2 if self.policy == "always" else 1, Reason.CONFIGURED)
@@ -128,12 +128,12 @@ class MicroBatcher:
             return decision(1, Reason.COMPUTE_TOO_SHORT)
         return decision(1, Reason.NO_GAIN)
 
-    def learn(self, decision: Decision, verify_seconds: float) -> None:
-        """Take in what a step took until its result."""
+    def learn(self, decision: Decision, seconds: float) -> None:
+        """Take in what a step took, with the draft run behind it."""
         if decision.size is None or not decision.model_seconds:
             return
         seen = self._sizes[decision.size]
-        ratio = verify_seconds / decision.model_seconds
+        ratio = seconds / decision.model_seconds
         changed, seen.halves = seen.halves not in (None, decision.halves), decision.halves
         if changed:
             seen.changes += 1

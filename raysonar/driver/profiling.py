@@ -83,7 +83,7 @@ class _Measured:
     traced: list[tuple[int, float]] = field(default_factory=list)
     """(number, seconds until the result), of unsplit ones."""
     tried: dict[int, list[float]] = field(default_factory=lambda: {1: [], 2: []})
-    """The same, untraced, by halves."""
+    """Seconds with the draft run, of untraced ones, by halves."""
 
 
 class _Steps:
@@ -110,19 +110,27 @@ class _Steps:
             if number and time.perf_counter() > deadline:
                 break
             for size, steps in measured.items():
-                steps.traced.append(self._run_one(size, 1, Tracing.SETTLED))
-                for halves in (1, 2):
-                    steps.tried[halves].append(self._run_one(size, halves)[1])
+                steps.traced.append(self._run_one(size, 1, Tracing.SETTLED)[:2])
+                _, verify_1, _ = self._run_one(size, 1)
+                _, verify_2, draft_1 = self._run_one(size, 2)
+                *_, draft_2 = self._run_one(size, 1)
+                steps.tried[1].append(verify_1 + draft_1)
+                steps.tried[2].append(verify_2 + draft_2)
         return {size.total: steps for size, steps in measured.items()}
 
-    def _run_one(self, size: _Rows, halves: int, tracing: Tracing = Tracing.OFF) -> tuple[int, float]:
+    def _run_one(self, size: _Rows, halves: int, tracing: Tracing = Tracing.OFF) -> tuple[int, float, float]:
+        """(number, seconds until its result, seconds of the draft run of the step before it)."""
         self._number -= 1  # no real step has such a number
         plan = replace(self._plan(size), halves=np.array([halves]), traced=np.array([tracing], np.int64))
         plans = [plan] * self._rows
         packed = replace(plan, capacities=capacities(plans, size.drafts, halves)).pack()
         self._channel.send([packed] * self._rows)
-        results = [StepResult.unpack(each) for each in self._channel.receive(_STEP_TIMEOUT_S)]
-        return self._number, max(float(result.seconds["verify"][0]) for result in results)
+        seconds = [StepResult.unpack(each).seconds[0] for each in self._channel.receive(_STEP_TIMEOUT_S)]
+        return (
+            self._number,
+            max(float(each["verify"]) for each in seconds),
+            max(float(each["draft"]) for each in seconds),
+        )
 
     def _plan(self, size: _Rows) -> StepPlan:
         """Random tokens, so that experts get about the same, as if the prefix cache held all but the last rows'."""
