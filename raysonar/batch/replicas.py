@@ -11,7 +11,7 @@ from raysonar.config import EngineConfig, ServiceConfig
 from raysonar.errors import ConfigurationError
 from raysonar.serving.answering import Answering
 from raysonar.serving.app import driver_resources, model_name, on_device
-from raysonar.serving.driver import STUCK_AFTER_S, Driver
+from raysonar.serving.driver import ANSWER_WITHIN_S, Driver
 from raysonar.serving.generation import Batch, Generation, Profile, Vocabulary
 
 _TOGETHER_S = 0.01
@@ -213,7 +213,7 @@ class ServeReplica:
         try:
             driver: Any = serve.get_deployment_handle("Driver", self._application)
             ingress: Any = serve.get_app_handle(self._application)
-            async with asyncio.timeout(STUCK_AFTER_S):
+            async with asyncio.timeout(ANSWER_WITHIN_S):
                 model, tools, reasoning = await ingress.settings.remote()
                 profile = cast(Profile, await driver.profile.remote())
                 vocabulary = cast(Vocabulary, await driver.vocabulary.remote())

@@ -254,10 +254,10 @@ class EngineLoop:
         self._scheduler.restart(suspects)
         self._open.queue_again()
         self._sent.clear()
+        self._trace_lost = self._scheduler.tracing or self._traced_in_flight > 0
         self._traced_in_flight = 0
         self._before = None
         self._idle = True
-        self._trace_lost = self._scheduler.tracing
         self._changed.notify_all()
 
     def _closed_within(self, seconds: float) -> bool:

@@ -11,6 +11,8 @@ from raysonar.ranks.frames import Kind, receive_frame, send_frame
 
 FRAME_TIMEOUT_S = 30.0
 """How long the rest of a frame may take once it has begun, and how long a rank may refuse to take a plan."""
+_CAUSE_S = 0.25
+"""How long to look for a rank that is gone, when another one says that it has failed."""
 
 
 class StepConnections:
@@ -63,8 +65,28 @@ class StepConnections:
         except OSError as error:
             raise _lost(rank, error) from None
         if kind is not Kind.STEP:
-            raise EngineFailedError(payload.decode())
+            raise self._lost_meanwhile(rank) or EngineFailedError(payload.decode())
         self._results[rank].append(payload)
+
+    def _lost_meanwhile(self, failed: int) -> RankLostError | None:
+        """A rank that is gone, where another one has failed: its end is the cause of what the other says.
+
+        The other one's word may come first.
+        """
+        deadline = time.monotonic() + _CAUSE_S
+        others = {rank: connection for rank, connection in self._connections.items() if rank != failed}
+        while others and (left := deadline - time.monotonic()) > 0:
+            for key, _ in self._selector.select(left):
+                if key.data not in others:
+                    self._selector.unregister(key.fileobj)
+                    continue
+                try:
+                    kind, _ = receive_frame(others[key.data])
+                except OSError as error:
+                    return _lost(key.data, error)
+                if kind is not Kind.STEP:
+                    del others[key.data]
+        return None
 
     def _last_words(self, rank: int) -> str | None:
         """What a rank that has closed its connection said at last."""

@@ -14,7 +14,7 @@ from ray.serve.schema import LoggingConfig, ServeDeploySchema
 from raysonar import demo
 from raysonar.config import EngineConfig, ServiceConfig, describe, parse_service_config
 from raysonar.errors import ConfigurationError
-from raysonar.serving.driver import STUCK_AFTER_S, Driver
+from raysonar.serving.driver import Driver
 from raysonar.serving.ingress import Ingress
 
 DEMO_NAME = "raysonar-demo"
@@ -28,6 +28,8 @@ _STREAMS_MAY_LAST_S = 3600.0
 START_ATTEMPTS = 2
 _HEALTH_CHECK_PERIOD_S = 2.0
 """Serve replaces a driver after three checks that fail."""
+_HEALTH_CHECK_TIMEOUT_S = 20.0
+"""A check without an answer has failed: the driver's process is stopped, or starved."""
 
 
 def build_app(args: Mapping[str, object]) -> Application:
@@ -82,7 +84,7 @@ def application(config: ServiceConfig) -> Application:
     driver = serve.deployment(
         ray_actor_options=driver_resources(engine),
         health_check_period_s=_HEALTH_CHECK_PERIOD_S,
-        health_check_timeout_s=STUCK_AFTER_S,
+        health_check_timeout_s=_HEALTH_CHECK_TIMEOUT_S,
         logging_config=LoggingConfig(enable_access_log=False, encoding=encoding),
         **common,
     )(Driver)

@@ -11,7 +11,7 @@ from raysonar.config import EngineConfig, LimitsConfig
 from raysonar.driver.outputs import Delta
 from raysonar.driver.params import SamplingParams
 from raysonar.driver.request import check_tokens
-from raysonar.errors import InvalidRequestError
+from raysonar.errors import EngineFailedError, InvalidRequestError
 from raysonar.observe.counters import EngineStats
 from raysonar.observe.metrics import engine_readings
 from raysonar.serving.generation import Batch, Chat, Generation, Profile, Prompt, Vocabulary
@@ -24,8 +24,10 @@ from raysonar.serving.senders import Senders
 if TYPE_CHECKING:
     from raysonar.driver.engine import Engine
 
-STUCK_AFTER_S = 60.0
-"""An engine that has been in one step for this long counts as stuck."""
+ANSWER_WITHIN_S = 60.0
+"""How long a driver that is up may take to say what it serves."""
+_STUCK_MARGIN_S = 10.0
+"""A step that is so much over its time cannot be mended by the engine: it is stuck."""
 
 _BATCHES_PER_S = 1000.0
 """What the driver sends to all streams together: each batch costs processor time on its way to the client."""
@@ -55,6 +57,7 @@ class Driver:
             starter.shutdown(wait=False)
         self._streams = 0
         self._senders = Senders()
+        self._stuck_after_s = config.recovery.step_timeout_s + _STUCK_MARGIN_S
         self._lengths = Lengths(self._engine.max_length, limits.max_prompt_tokens, limits.max_answer_tokens)
         self._labels = replica_labels(model)
         engine = self._engine  # not self: the thread must not keep a driver that Serve lets go of
@@ -133,7 +136,7 @@ class Driver:
             news.put_nowait(None)
         except Exception as error:
             problem = problem_of(error)
-            if problem.status >= 500:
+            if problem.status >= 500 and not isinstance(error, EngineFailedError):  # whose cause the engine has logged
                 logger.exception("Request %s failed", generation.request_id)
             news.put_nowait(problem)
 
@@ -202,7 +205,7 @@ class Driver:
 
     async def check_health(self) -> None:
         """Raises EngineFailedError when the engine's loop has died or is stuck. Serve then replaces the replica."""
-        await asyncio.to_thread(self._engine.check_health, STUCK_AFTER_S)
+        await asyncio.to_thread(self._engine.check_health, self._stuck_after_s)
 
     def close(self) -> None:
         """Let go of the engine; may be called again."""

@@ -15,7 +15,7 @@ from raysonar.driver.request import Progress
 from raysonar.serving.generation import Batch, Generation
 from raysonar.serving.problems import Problem, ProblemError
 
-RESENDS = 5
+RESENDS = 6
 """How often a request is sent again, at the most."""
 _FIRST_PAUSE_S = 0.25
 """Before it is sent again; twice as long each time. Serve takes some seconds to replace a driver that is not well."""

@@ -68,6 +68,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, data):
         self.bench.finish(data.draw(st.sampled_from(self.bench.open)))
 
+    @rule()
+    def crash(self):
+        self.bench.crash()
+        assert self.bench.scheduler.pages.free == self.bench.info.pages
+
     @invariant()
     def pages_add_up(self):
         if hasattr(self, "bench"):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faults.victims import assert_gone
 
 from raysonar import Engine, SamplingParams
 from raysonar.config import (
@@ -96,20 +97,6 @@ def assert_all_is_well(made: Engine, recoveries: int) -> None:
     assert stats.recoveries == recoveries
     assert (stats.running, stats.waiting, stats.pages_free) == (0, 0, stats.pages)
     made.check_health()
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def assert_gone(pids: set[int]) -> None:
-    deadline = time.monotonic() + 10
-    while alive := {pid for pid in pids if is_alive(pid)}:
-        assert time.monotonic() < deadline, f"still there: {alive}"
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(

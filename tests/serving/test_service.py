@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
+from faults.victims import assert_gone, descendants
 from support.service import MODEL, free_port
 
 from raysonar import demo
@@ -59,36 +60,12 @@ def is_ready(url: str) -> bool:
         return False
 
 
-def descendants(pid: int) -> set[int]:
-    """Every process below this one."""
-    found: set[int] = set()
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            found |= {int(child)} | descendants(int(child))
-    return found
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def is_rank(pid: int) -> bool:
     """Whether it is a Ray actor of a group."""
     try:
         return b"RankActor" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def assert_gone(pids: set[int]) -> None:
-    """Within a few seconds: Ray's own processes end just after the command."""
-    deadline = time.monotonic() + 30
-    while alive := {pid for pid in pids if is_alive(pid)}:
-        assert time.monotonic() < deadline, f"left running: {alive}"
-        time.sleep(0.1)
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks at processes through /proc")
@@ -113,7 +90,7 @@ def test_raysonar_serve_answers_and_leaves_nothing_behind(folder: Path, tmp_path
             assert [line for line in lines if line][-1] == "data: [DONE]"  # a stream that runs is not cut off
         assert process.wait(STOP_S) == 0
     assert "Traceback" not in log.read_text()
-    assert_gone(started)
+    assert_gone(started, timeout_s=30)  # Ray's own processes end just after the command
 
 
 @pytest.mark.parametrize("name", ["demo", "demo-2-ranks"])
@@ -135,7 +112,7 @@ def test_serve_run_deploys_the_demo(name: str, tmp_path: Path):
         assert sum(map(is_rank, started)) == (2 if name == "demo-2-ranks" else 0)
         process.send_signal(signal.SIGINT)
         assert process.wait(STOP_S) == 0
-    assert_gone(started)
+    assert_gone(started, timeout_s=30)  # Ray's own processes end just after the command
 
 
 @pytest.mark.parametrize(

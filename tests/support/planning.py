@@ -89,6 +89,15 @@ class Bench:
                     self.finish(advance.answer)
                     break
 
+    def crash(self) -> None:
+        """The rank is lost, and another one comes in its place; answers are queued again with what they have said."""
+        self.rank = FakeRank(info=self.info, token_budget=self.scheduler.token_budget, model=self.model)
+        self.plans.clear()
+        self.scheduler.restart()
+        for answer in self.open:
+            answer.rewind(len(answer.request.prompt_token_ids) + len(self.said[answer]))
+            self.scheduler.add(answer)
+
     def finish(self, answer: Answer) -> None:
         """Let go of an answer."""
         self.scheduler.finish(answer)
