@@ -61,7 +61,7 @@ def test_every_kind_of_row_is_answered_as_the_engine_answers_it_and_bad_rows_say
                 "custom_id": "c",
                 "method": "POST",
                 "url": "/v1/completions",
-                "body": {"prompt": ["x", "y"], "logprobs": 1},
+                "body": {"prompt": ["x", "y"], "logprobs": 1, "ignore_eos": True},
             },
             {"custom_id": "d", "method": "POST", "url": "/v1/chat/completions", "body": {**chat, "model": "gpt"}},
             {"prompt": QUESTIONS[0], "stream": True},
