@@ -1,6 +1,7 @@
 """How a row is answered: by a driver of our own or of a Serve application, or by an endpoint over HTTP."""
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
@@ -22,10 +23,14 @@ from raysonar.serving.protocol import ChatBody, CompletionBody, GenerationBody
 PATIENCE_S = 300.0
 """How long a replica or endpoint may be unavailable, without an answer to any row, before it counts as failed."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
+_ATTEMPTS = 30
+"""After so many, about five minutes, a row that is not answered while others are is at fault itself."""
 _REQUEST_S = 3600.0
 _CONNECT_S = 10.0
 _BUSY = (429, 502, 503)
 """The same request may succeed later."""
+_DENIED = (401, 403)
+"""No row is at fault, and none would be answered."""
 
 _BODIES: Mapping[str, type[GenerationBody]] = {CHAT: ChatBody, COMPLETIONS: CompletionBody}
 
@@ -37,20 +42,28 @@ class ReplicaError(RaysonarError, RuntimeError):
 class Patience:
     """Waits between attempts, until nothing has been answered for too long."""
 
-    def __init__(self, seconds: float = PATIENCE_S) -> None:
-        self._seconds = seconds
+    def __init__(self, seconds: float = PATIENCE_S, attempts: int = _ATTEMPTS) -> None:
+        """seconds: without any answer. attempts: at one row."""
+        self._seconds, self._attempts = seconds, attempts
         self._last_answer = time.monotonic()
 
     def answered(self) -> None:
         """Something was."""
         self._last_answer = time.monotonic()
 
-    async def wait(self, attempt: int, reason: str, seconds: float | None = None) -> None:
-        """Before the next attempt, for `seconds` if the server said so. Raises ReplicaError when it is no use."""
+    async def wait(self, attempt: int, began: float, reason: str, seconds: float | None = None) -> bool:
+        """Before the next attempt at a row that `began` then, for `seconds` if the server said so.
+
+        Returns whether there should be one: not when others are answered and this row is not. Raises ReplicaError when
+        none is answered.
+        """
+        if attempt >= self._attempts and self._last_answer > began:
+            return False
         if time.monotonic() - self._last_answer > self._seconds:
             raise ReplicaError(f"nothing was answered for {self._seconds:.0f} s; at last: {reason}")
         pause = min(_FIRST_PAUSE_S * 2.0 ** min(attempt, 10), _LONGEST_PAUSE_S)
         await asyncio.sleep(pause if seconds is None else min(seconds, _LONGEST_PAUSE_S))
+        return True
 
 
 class DriverAnswers:
@@ -78,21 +91,21 @@ class DriverAnswers:
             request = request_of(row, self._asking, chat=self._chat)
         except RowError as error:
             return refused(row, str(error))
-        attempt = 0
-        while True:
+        began = time.monotonic()
+        for attempt in itertools.count(1):
             try:
                 outcome = answered(row, request.custom_id, 200, await self._answer(request))
+                break
             except Exception as error:
                 problem = problem_of(error)
-                if problem.status not in _BUSY:
-                    outcome = answered(row, request.custom_id, problem.status, problem.body())
-                else:
-                    await self._check()
-                    await self.patience.wait(attempt, problem.message)
-                    attempt += 1
-                    continue
-            self.patience.answered()
-            return outcome
+            outcome = answered(row, request.custom_id, problem.status, problem.body())
+            if problem.status not in _BUSY:
+                break
+            await self._check()
+            if not await self.patience.wait(attempt, began, problem.message):
+                return outcome
+        self.patience.answered()
+        return outcome
 
     async def _answer(self, request: Request) -> Mapping[str, Any]:
         body = _BODIES[request.url].model_validate_json(_json({"model": self._model, **request.body}))
@@ -102,8 +115,8 @@ class DriverAnswers:
             raise ProblemError(Problem(400, "a row of a batch cannot be streamed", param="stream"))
         answer, generation = await self._answering.begin(body)
         news: list[tuple[int, Delta]] = []
-        async with aclosing(within(body.timeout, self._stream(generation))) as batches:
-            async for batch in batches:
+        async with aclosing(self._stream(generation)) as batches:
+            async for batch in within(body.timeout, batches):
                 if isinstance(batch, Problem):
                     raise ProblemError(batch)
                 news += batch
@@ -152,7 +165,8 @@ class EndpointAnswers:
         self._model = model or models[0]
 
     async def __call__(self, row: Row) -> Outcome:
-        """Never raises for what is wrong with the row; ReplicaError when the endpoint is lost."""
+        """Never raises for what is wrong with the row; ReplicaError when the endpoint is lost, ConfigurationError when
+        it lets nobody in."""
         try:
             request = request_of(row, self._asking, chat=self._asking.chat is not False)
             if request.body.get("stream"):
@@ -162,17 +176,20 @@ class EndpointAnswers:
             return refused(row, str(error))
         except ProblemError as error:
             return refused(row, error.problem.message)
-        attempt = 0
-        while True:
+        began = time.monotonic()
+        for attempt in itertools.count(1):
             status, body, retry_after = await self._post(request.url, data)
-            if status not in _BUSY and status:
+            if status in _DENIED:
+                raise ConfigurationError(f"{self._url} answers {status}: {body.get('error')}")
+            if status not in _BUSY:
                 self.patience.answered()
-                return answered(row, request.custom_id, status, body)
-            await self.patience.wait(attempt, str(body), retry_after)
-            attempt += 1
+                break
+            if not await self.patience.wait(attempt, began, str(body.get("error")), retry_after):
+                break
+        return answered(row, request.custom_id, status, body)
 
     async def _post(self, path: str, data: bytes) -> tuple[int, dict[str, Any], float | None]:
-        """Status (0: no answer), body, and for how many seconds to wait if the server says so."""
+        """Status, body, and for how many seconds to wait if the server says so. A lost connection is a 502."""
         assert self._session is not None
         headers = {"Content-Type": "application/json"}
         try:
@@ -181,7 +198,7 @@ class EndpointAnswers:
                 wait = response.headers.get("Retry-After", "")
                 return response.status, _object(text, response.status), float(wait) if wait.isdigit() else None
         except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError) as error:
-            return 0, {"error": {"message": f"{type(error).__name__}: {error}"}}, None
+            return 502, {"error": {"code": "no_answer", "message": f"{type(error).__name__}: {error}"}}, None
 
     async def close(self) -> None:
         """Hang up."""

@@ -57,8 +57,9 @@ class Job:
         terminated = asyncio.Event()
 
         def terminate() -> None:
-            terminated.set()
-            task.cancel()
+            if not terminated.is_set():  # once: a second one would cut the end short
+                terminated.set()
+                task.cancel()
 
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
         try:

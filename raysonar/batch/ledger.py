@@ -17,10 +17,14 @@ from raysonar.batch.parts import pack, parts_in, sync_folder
 from raysonar.batch.place import Place
 from raysonar.batch.rows import Row
 from raysonar.batch.writing import write_output
-from raysonar.errors import ConfigurationError
+from raysonar.errors import ConfigurationError, RaysonarError
 
 ROWS_A_PART = 1024
 _HEADER = "header.json"
+
+
+class LedgerError(RaysonarError, OSError):
+    """A ledger that does not hold what was written to it."""
 
 
 class Ledger:
@@ -149,7 +153,8 @@ class Ledger:
             for part in range(-(-rows // self._rows_a_part)):
                 found = self._parts.load(part)
                 want = min(self._rows_a_part, rows - part * self._rows_a_part)
-                assert len(found) == want, f"part {part} has {len(found)} rows, not {want}"
+                if len(found) != want:  # somebody else has been at the folder
+                    raise LedgerError(f"{self._folder}: part {part} has {len(found)} rows, not {want}; start again")
                 failed += sum(outcome.failed for outcome in found)
                 yield from sorted(found, key=lambda outcome: outcome.index) if ordered else found
 

@@ -8,7 +8,7 @@ from raysonar.batch.answers import DriverAnswers, EndpointAnswers, ReplicaError
 from raysonar.batch.outcome import Outcome
 from raysonar.batch.rows import Asking, Row
 from raysonar.config import EngineConfig, ServiceConfig
-from raysonar.errors import ConfigurationError
+from raysonar.errors import ConfigurationError, ModelFolderError
 from raysonar.serving.answering import Answering
 from raysonar.serving.app import driver_resources, model_name, on_device
 from raysonar.serving.driver import ANSWER_WITHIN_S, Driver
@@ -163,7 +163,7 @@ class ActorReplica:
         import ray
 
         cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-        if isinstance(cause, ConfigurationError):
+        if isinstance(cause, ConfigurationError | ModelFolderError):  # would be the same the next time
             return cause
         return ReplicaError(f"a replica was lost: {type(cause).__name__}: {' '.join(str(cause).split())[:500]}")
 

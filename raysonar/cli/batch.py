@@ -40,7 +40,7 @@ def add_batch(commands: Commands) -> None:
     files.add_argument(
         "--format", choices=("jsonl", "parquet", "text"), help="of the input (default: by the ending of its name)"
     )
-    files.add_argument("--ordered", action="store_true", help="keep the input's order (default: as answers finish)")
+    files.add_argument("--ordered", action="store_true", help="keep the input's order (default: about that)")
     files.add_argument("--restart", action="store_true", help="begin anew, whatever an earlier run has done")
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
@@ -83,7 +83,11 @@ def _batch(options: argparse.Namespace) -> None:
     )
     defaults = sampling_values(options)
     SamplingParams(**defaults)  # refuses what no row could be asked with
-    summary = run_batch(files, _who(options), Asking(defaults, options.chat))
+    try:
+        summary = run_batch(files, _who(options), Asking(defaults, options.chat))
+    except KeyboardInterrupt:
+        print("\n[ended; what is done is kept, and the same command goes on]", file=sys.stderr)
+        raise
     errors = f", {summary.failed} of them errors" if summary.failed else ""
     print(f"[{options.output}: {summary.rows} rows{errors}]", file=sys.stderr)
 

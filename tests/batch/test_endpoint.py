@@ -88,6 +88,52 @@ def test_rows_that_the_endpoint_refuses_are_error_rows(tmp_path: Path, capsys: p
     assert "4 rows, 2 of them errors]" in capsys.readouterr().err
 
 
+def test_an_endpoint_that_lets_nobody_in_ends_the_job_and_loses_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "in.txt").write_text("\n".join(PROMPTS))
+    answered, expired = list[str](), True
+
+    async def handler(body: dict[str, Any]) -> web.StreamResponse:
+        if expired and len(answered) == 10:
+            return web.json_response({"error": {"message": "the key has expired"}}, status=401)
+        answered.append(body["messages"][0]["content"])
+        return echo(body)
+
+    with endpoint(handler) as url:
+        assert batch(tmp_path, url, "--ordered", "--concurrency", "1") == 2
+        assert "answers 401: {'message': 'the key has expired'}" in capsys.readouterr().err
+        assert not (tmp_path / "out.jsonl").exists()
+        expired = False
+        assert batch(tmp_path, url, "--ordered", "--concurrency", "1") == 0
+    rows = read(tmp_path / "out.jsonl")
+    assert texts(rows) == PROMPTS
+    assert {row["error"] for row in rows} == {None}
+    assert len(answered) - len(PROMPTS) <= 2, "more was repeated than was in flight"
+
+
+def test_a_row_that_is_never_answered_while_others_are_is_an_error_row():
+    async def handler(body: dict[str, Any]) -> web.StreamResponse:
+        bad = body["messages"][0]["content"] == "bad"
+        return web.Response(status=502, headers={"Retry-After": "0"}) if bad else echo(body)
+
+    async def ask(url: str) -> Outcome:
+        answers = EndpointAnswers(url, Asking(), concurrency=2)
+        answers.patience = Patience(attempts=3)
+        await answers.start(None)
+        try:
+            bad = asyncio.create_task(answers(Row(0, b'{"prompt": "bad"}')))
+            while not bad.done():
+                await answers(Row(1, b'{"prompt": "good"}'))
+            return bad.result()
+        finally:
+            await answers.close()
+
+    with endpoint(handler) as url:
+        outcome = asyncio.run(ask(url))
+    assert (outcome.status, outcome.failed) == (502, True)
+
+
 def test_an_endpoint_that_answers_nothing_any_more_ends_the_job():
     async def handler(body: dict[str, Any]) -> web.StreamResponse:
         return web.Response(status=503)
