@@ -71,7 +71,7 @@ class LayerCost:
 
     def serial(self, tokens: float) -> float:
         """As one batch."""
-        return self.compute(tokens) + self.communication(tokens) - self.hidden(tokens)
+        return self.compute(tokens) + max(self.communication(tokens) - self.hidden(tokens), 0.0)
 
     def split(self, half: float) -> float:
         """As two halves of `half` tokens, without fill."""

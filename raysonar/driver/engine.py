@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import numpy as np
 from pydantic import ValidationError
@@ -196,16 +196,16 @@ class Engine:
     def micro_batching(self) -> MicroBatching:
         """Whether steps run as two halves; may be set at any time.
 
-        Setting "auto" raises ConfigurationError in an engine that was not started with it.
+        Setting "auto" raises ConfigurationError in an engine that was not started with it; so does an unknown word.
         """
         return self._loop.micro_batcher.policy
 
     @micro_batching.setter
     def micro_batching(self, policy: MicroBatching) -> None:
+        if policy not in get_args(MicroBatching):
+            raise ConfigurationError(f"micro_batching: {policy!r} is none of {', '.join(get_args(MicroBatching))}")
         if policy == "auto" and self.costs is None:
-            raise ConfigurationError(
-                'micro_batching: "auto" needs costs, which are measured when an engine starts with it'
-            )
+            raise ConfigurationError('micro_batching: "auto" needs costs, measured when an engine starts with it')
         self._loop.micro_batcher.policy = policy
 
     @property

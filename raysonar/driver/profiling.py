@@ -54,9 +54,10 @@ def profile(channel: StepChannel, info: RankInfo, *, token_budget: int, rows: in
 
 
 def _decode_sizes(info: RankInfo, token_budget: int) -> Iterator[_Rows]:
-    """1, 2, 4, ... rows of 1 + k tokens, up to all slots."""
-    drafts = info.speculative_tokens
-    context = max(min(_CONTEXT, info.max_model_len - drafts - 2), 1)
+    """1, 2, 4, ... rows of 1 + k tokens (fewer, where no more fit), up to all slots."""
+    room = min(info.max_model_len - 1, info.pages * info.page_size)  # of one text
+    drafts = min(info.speculative_tokens, token_budget - 1, room - 1)
+    context = min(_CONTEXT, room - 1 - drafts)
     pages = -(-(context + 1 + drafts) // info.page_size)
     most = min(info.slots, info.pages // pages, token_budget // (1 + drafts))
     count = 1

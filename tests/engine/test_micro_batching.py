@@ -80,3 +80,10 @@ def test_auto_cannot_be_asked_of_an_engine_that_has_measured_nothing() -> None:
         with pytest.raises(ConfigurationError, match="measured when an engine starts with it"):
             made.micro_batching = "auto"
         assert made.micro_batching == "always"
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with engine(micro_batching="never") as made:
+        with pytest.raises(ConfigurationError, match="'sometimes' is none of auto, never, always"):
+            made.micro_batching = "sometimes"  # type: ignore[assignment]
+        assert made.micro_batching == "never"

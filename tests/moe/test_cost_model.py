@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from raysonar.moe.cost_model import Curve, LayerCost, PassCost, StepCost
@@ -24,6 +24,7 @@ def one_kind(count: int, cost: LayerCost, outside: float = 0.0) -> PassCost:
     return PassCost(layers={"experts": (count, cost)}, outside=line(outside, 0))
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.integers(1, 1000), st.floats(0, 1), min_size=1))
 def test_a_curve_never_falls_and_keeps_the_sum_of_its_points(points: dict[int, float]) -> None:
     curve = Curve.of(points)
@@ -48,6 +49,12 @@ def test_a_curve_is_straight_between_and_beyond_its_points_and_nothing_takes_no_
 @given(seconds, seconds)
 def test_a_line_through_points_of_a_line_is_that_line(fixed: float, per_token: float) -> None:
     assert line(fixed, per_token).line() == pytest.approx((fixed, per_token), rel=1e-6)
+
+
+def test_no_more_is_hidden_than_travels_beyond_the_measured_points() -> None:
+    hidden, communication = Curve.of({1: 0.0, 2: 5.0}), Curve.of({1: 6.0, 2: 6.0})
+    cost = LayerCost(compute=line(1, 0), communication=communication, hidden=hidden)
+    assert [cost.serial(tokens) for tokens in (1, 2, 3)] == [7, 2, 1]
 
 
 @given(w=seconds, a=seconds, latency=seconds, c=seconds, half=st.integers(1, 128), layers=st.integers(1, 60))
