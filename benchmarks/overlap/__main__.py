@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -87,6 +88,7 @@ def main() -> None:
     options = argparse.Namespace(**grid)
     if reason := unavailable():
         raise SystemExit(reason)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # as an interrupt: hosts and their processes go
     began = time.monotonic()
     emit(**machine(), **{name: value for name, value in grid.items() if name != "plot"})
     points = []

@@ -184,7 +184,7 @@ def _show(options: argparse.Namespace, records: list["Record"], objectives: Any)
     settings = {name: value for name, value in vars(options).items() if name not in ("run", "api_key_file")}
     result = {"settings": {name: _plain(value) for name, value in settings.items()}, **figures}
     if options.output is None:
-        print(json.dumps(result))
+        print(json.dumps(result, indent=2 if sys.stdout.isatty() else None))
     else:
         options.output.write_text(json.dumps({**result, "records": [asdict(record) for record in records]}) + "\n")
     if options.plot is not None:
