@@ -160,15 +160,48 @@ class LimitsConfig(_Frozen):
     """A request that is not answered by then is stopped; it may ask for less time, not for more."""
 
 
+class ReplicasConfig(_Frozen):
+    """How many engines serve the model, each a rank or a whole group: a number, or from `min` to `max` by the load."""
+
+    min: Annotated[int, Field(ge=0)] = 1
+    """With 0, a service that nobody asks ends its last engine; the next request starts one and waits for it."""
+    max: Annotated[int, Field(ge=1)] = 1
+    target_ongoing_requests: Annotated[float, Field(gt=0)] | None = None
+    """Requests that each engine should have at a time, those that wait included; None is three quarters of its slots,
+    so that another one starts before requests have to wait."""
+    upscale_delay_s: Annotated[float, Field(ge=0)] = 15.0
+    """How long there must be more requests than that before engines are added."""
+    downscale_delay_s: Annotated[float, Field(ge=0)] = 600.0
+    """How long there must be fewer before engines are taken away, once their requests have ended."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_number(cls, value: object) -> object:
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        return {"min": value, "max": value} if is_number else value
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.max < self.min:
+            raise ValueError(f"max: {self.max} is less than min, {self.min}")
+        return self
+
+    @property
+    def fixed(self) -> bool:
+        """Whether there are always as many."""
+        return self.min == self.max
+
+
 class ServiceConfig(_Frozen):
-    """The HTTP service around an engine."""
+    """The HTTP service around one engine, or several of the same kind."""
 
     engine: EngineConfig
+    replicas: ReplicasConfig = ReplicasConfig()
     model_name: str | None = None
     """The name clients ask for; None takes the folder's name."""
     max_ongoing_requests: Annotated[int, Field(ge=1)] = 1024
     start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """How long loading may take."""
+    """How long loading may take, and how long a request waits for an engine, one that its node boots for included."""
     api_keys_file: Path | None = None
     """A key a line, of which each request must have one; read again when it changes. None asks nobody."""
     allowed_origins: tuple[str, ...] = ()

@@ -34,6 +34,13 @@ def add_serve(commands: Commands) -> None:
     serve.add_argument(
         "--api-keys", metavar="FILE", dest="api_keys_file", help="a key a line, of which each request must have one"
     )
+    serve.add_argument("--replicas", type=int, metavar="N", help="engines, each with all its ranks (default: 1)")
+    serve.add_argument(
+        "--max-replicas",
+        type=int,
+        metavar="M",
+        help="start more than N, up to M, while the load asks for them; N may be 0 then",
+    )
     add_engine_options(serve)
     group = add_dry_run(serve)
     group.add_argument(
@@ -50,6 +57,13 @@ def _serve(options: argparse.Namespace) -> None:
     for name, path in given(options, "model", "draft_model", "api_keys_file").items():
         setattr(options, name, os.path.abspath(path))  # Ray's processes have working directories of their own
     values: dict[str, Any] = {**given(options, "model_name", "api_keys_file"), "engine": engine_values(options)}
+    if options.max_replicas is not None:
+        values["replicas"] = {
+            **({} if options.replicas is None else {"min": options.replicas}),
+            "max": options.max_replicas,
+        }
+    elif options.replicas is not None:
+        values["replicas"] = options.replicas
     if not options.dry_run:
         refuse_without_dry_run(options, "config", "json", "device_memory")
         config = parse_service_config(with_demo_model(values))

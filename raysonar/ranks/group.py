@@ -11,7 +11,13 @@ from typing import Any
 
 import ray
 import torch
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_current_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raysonar.config import EngineConfig
@@ -22,6 +28,7 @@ from raysonar.ranks.actor import Meeting, RankActor
 from raysonar.ranks.channel import RankInfo
 from raysonar.ranks.connections import FRAME_TIMEOUT_S, StepConnections
 from raysonar.ranks.frames import Kind, receive_frame
+from raysonar.ranks.resources import rank_resources
 from raysonar.ranks.timelines import collect_timelines
 
 _CROWDED = 4
@@ -52,19 +59,13 @@ class _Group:
         self._actor = actor
         self._world = config.parallel.world
         self._placement: PlacementGroup | None = None
+        self._owns_placement = False
         self._ended = False
         self._owns_ray = not ray.is_initialized()
         if self._owns_ray:
             _start_ray(config)
         self._config = config.model_copy(update={"device": _device(config)})
-
-    @property
-    def _bundle(self) -> dict[str, float]:
-        """What one rank needs."""
-        need = {"CPU": float(self._config.threads or 1)}
-        if self._config.device.startswith("cuda"):
-            need["GPU"] = 1.0
-        return need
+        self._bundle = rank_resources(self._config)
 
     def start(self) -> tuple[StepConnections, RankInfo]:
         """Kill the actors there are, and start new ones in their places (in others, where a node is gone)."""
@@ -93,7 +94,10 @@ class _Group:
         """The ranks' places, all of them there."""
         parallel = self._config.parallel
         if self._placement is None:
+            self._placement = self._given_places()
+        if self._placement is None:
             self._placement = placement_group([self._bundle] * self._world, strategy=parallel.placement)
+            self._owns_placement = True
         while not self._placement.wait(_WAIT_S):
             self._check_wanted()
             if time.monotonic() > deadline:
@@ -104,6 +108,11 @@ class _Group:
                     f"{parallel.start_timeout_s:.0f} s; the cluster has {have} in all, {free} free"
                 )
         return self._placement
+
+    def _given_places(self) -> PlacementGroup | None:
+        """The placement group that this process is in, where it is for these ranks: a replica's of Serve."""
+        current = get_current_placement_group()
+        return current if current is not None and current.bundle_specs == [self._bundle] * self._world else None
 
     def _meet(self, deadline: float) -> tuple[StepConnections, RankInfo]:
         """Let the ranks find each other and load the model."""
@@ -149,9 +158,9 @@ class _Group:
         """Kill the actors and give up their places, and Ray if it was started for them. May be called again."""
         self._ended = True
         self._kill()
-        if self._placement is not None:
+        if self._placement is not None and self._owns_placement:
             remove_placement_group(self._placement)
-            self._placement = None
+        self._placement = None
         if self._owns_ray:
             ray.shutdown()
             self._owns_ray = False

@@ -9,13 +9,16 @@ import yaml
 from pydantic import ValidationError
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.schema import LoggingConfig, ServeDeploySchema
 
 from raysonar import demo
 from raysonar.config import EngineConfig, ServiceConfig, describe, parse_service_config
 from raysonar.errors import ConfigurationError
+from raysonar.ranks.resources import rank_resources
 from raysonar.serving.driver import Driver
 from raysonar.serving.ingress import Ingress
+from raysonar.serving.routing import PrefixRouter
 
 DEMO_NAME = "raysonar-demo"
 BUILDER = "raysonar.serving.app:build_app"
@@ -26,6 +29,15 @@ _SPARE = 64
 _STREAMS_MAY_LAST_S = 3600.0
 """When a replica is replaced, the streams it serves may take so long to end."""
 START_ATTEMPTS = 2
+_FULL = 0.75
+"""Of the slots of its replicas that a service uses before it starts another one."""
+_SPREAD = 0.25
+"""A replica that has more requests than another one, by so much of its slots, gets no more for their beginnings."""
+_LOOK_BACK_S = (15.0, 30.0)
+"""Serve averages the number of requests over the delay before it adds replicas, within these bounds: it is told the
+number every 10 s."""
+_ON_THE_HEAD = {"node:__internal_head__": 0.001}
+"""Ray's own resource of the head node: the ingress keeps no node that the cluster could do without."""
 _HEALTH_CHECK_PERIOD_S = 2.0
 """Serve replaces a driver after three checks that fail."""
 _HEALTH_CHECK_TIMEOUT_S = 20.0
@@ -72,7 +84,7 @@ def model_name(config: ServiceConfig) -> str:
 
 
 def application(config: ServiceConfig) -> Application:
-    """One driver, and one ingress, which logs each request."""
+    """As many drivers as `replicas` says, and one ingress, which logs each request."""
     engine = on_device(config.engine)
     common: dict[str, Any] = {
         "max_ongoing_requests": config.max_ongoing_requests + _SPARE,
@@ -86,10 +98,15 @@ def application(config: ServiceConfig) -> Application:
         health_check_period_s=_HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=_HEALTH_CHECK_TIMEOUT_S,
         logging_config=LoggingConfig(enable_access_log=False, encoding=encoding),
+        **_places(engine),
+        **_scaling(config),
+        **_routing(config),
         **common,
     )(Driver)
     ingress = serve.deployment(
-        ray_actor_options={"num_cpus": 0}, logging_config=LoggingConfig(encoding=encoding), **common
+        ray_actor_options={"num_cpus": 0, "resources": _ON_THE_HEAD},
+        logging_config=LoggingConfig(encoding=encoding),
+        **common,
     )(Ingress)
     return ingress.bind(
         driver.bind(engine, config.start_timeout_s, model_name(config), config.limits),
@@ -109,4 +126,50 @@ def driver_resources(config: EngineConfig) -> dict[str, float]:
     """What a rank in the driver's own process needs; the ranks of a group reserve their own."""
     if config.parallel.world > 1:
         return {"num_cpus": 0, "num_gpus": 0}
-    return {"num_cpus": config.threads or 1, "num_gpus": int(config.device.startswith("cuda"))}
+    need = rank_resources(config)
+    return {"num_cpus": need["CPU"], "num_gpus": need.get("GPU", 0)}
+
+
+def _places(config: EngineConfig) -> dict[str, Any]:
+    """The places of a group, which Serve reserves for its driver, beside one of the ranks: they wait for the cluster to
+    grow as long as that takes, and no node is kept by a driver alone."""
+    if config.parallel.world == 1:
+        return {}
+    return {
+        "placement_group_bundles": [rank_resources(config)] * config.parallel.world,
+        "placement_group_strategy": config.parallel.placement,
+    }
+
+
+def _slots(config: EngineConfig) -> int:
+    """Requests that one engine runs at once."""
+    return config.scheduling.max_running * config.parallel.data
+
+
+def _scaling(config: ServiceConfig) -> dict[str, Any]:
+    """How many replicas of the driver Serve keeps."""
+    replicas = config.replicas
+    if replicas.fixed:
+        return {"num_replicas": replicas.min}
+    low, high = _LOOK_BACK_S
+    return {
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=replicas.min,
+            # a service that may end its last replica starts with one: what cannot be served is refused when deployed
+            initial_replicas=None if replicas.min else 1,
+            max_replicas=replicas.max,
+            target_ongoing_requests=replicas.target_ongoing_requests or max(1.0, _FULL * _slots(config.engine)),
+            upscale_delay_s=replicas.upscale_delay_s,
+            downscale_delay_s=replicas.downscale_delay_s,
+            look_back_period_s=min(max(replicas.upscale_delay_s, low), high),
+        )
+    }
+
+
+def _routing(config: ServiceConfig) -> dict[str, Any]:
+    """Who gets a request: by its beginning, where that may be in the cache of one of several replicas."""
+    if config.replicas.max == 1 or not config.engine.cache.prefix_caching:
+        return {}
+    spread = max(1, int(_SPREAD * _slots(config.engine)))
+    router: dict[str, Any] = {"request_router_class": PrefixRouter, "request_router_kwargs": {"spread": spread}}
+    return {"request_router_config": RequestRouterConfig(**router)}

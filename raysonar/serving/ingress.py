@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from ray import serve
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 from starlette.exceptions import HTTPException
 
@@ -20,6 +21,7 @@ from raysonar.config import ReasoningParserName, ServiceConfig, ToolParserName
 from raysonar.observe.metrics import HTTP_REQUESTS
 from raysonar.serving.access import Access, ApiKeys
 from raysonar.serving.answering import Answering
+from raysonar.serving.asleep import is_asleep
 from raysonar.serving.body import Body
 from raysonar.serving.deadlines import shorter, within
 from raysonar.serving.generation import Generation, Profile, Vocabulary
@@ -122,11 +124,11 @@ class Ingress:
         return JSONResponse(document(self._model, asks_for_keys=self._config.api_keys_file is not None))
 
     async def health(self) -> Response:
-        """200 while the driver's engine is alive and not stuck, however busy it is."""
+        """200 while a driver's engine is alive and not stuck, however busy it is, and while none is needed."""
         return await self._probe("ok")
 
     async def ready(self) -> Response:
-        """200 once tokens have been generated through the engine: a driver is up only after that."""
+        """200 once tokens have been generated through an engine: a driver is up only after that."""
         return await self._probe("ready")
 
     async def metrics(self) -> Response:
@@ -135,6 +137,8 @@ class Ingress:
             reports = await self._driver.broadcast("report").results_async(
                 timeout_s=PROBE_TIMEOUT_S, return_exceptions=True
             )
+        except DeploymentUnavailableError:  # there is none now
+            reports = []
         except Exception:
             logger.exception("No driver reports its metrics")
             reports = []
@@ -232,6 +236,9 @@ class Ingress:
         return value
 
     async def _probe(self, status: str) -> Response:
+        may_sleep = self._config.replicas.min == 0
+        if may_sleep and await asyncio.to_thread(is_asleep, self._driver.app_name, self._driver.deployment_name):
+            return JSONResponse({"status": "asleep"})  # asking a driver would start one
         probe = cast(DeploymentResponse[None], self._driver.check_health.remote())
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):

@@ -85,7 +85,7 @@ def _check_local(config: ServiceConfig, where: Listening) -> None:
         raise ConfigurationError(f"{config.engine.model} is not a model folder: it has no config.json")
     if not any(config.engine.model.glob("*.safetensors")):
         raise ConfigurationError(f"{config.engine.model} has no weights: there is no safetensors file in it")
-    local_cpus(config.engine)
+    local_cpus(config.engine, config.replicas.max)
     if config.api_keys_file is not None:
         ApiKeys(config.api_keys_file)
     family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
@@ -108,7 +108,7 @@ def _connect(config: ServiceConfig, where: Listening) -> Path | None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # Ray's own switch: nothing calls home
     context: Any = ray.init(
         address="local",
-        num_cpus=local_cpus(config.engine),
+        num_cpus=local_cpus(config.engine, config.replicas.max),
         object_store_memory=_OBJECT_STORE_BYTES,
         include_dashboard=False,
         logging_level=logging.ERROR,

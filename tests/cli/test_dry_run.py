@@ -93,7 +93,12 @@ def test_every_serve_configuration_is_one_that_serve_and_raysonar_take(file: Pat
     assert [each.name for each in schema.applications] == ["raysonar"]
     assert schema.http_options.host == "127.0.0.1"
     config = parse_service_config(with_demo_model(application_args(file)))
-    assert config.engine.parallel.world == {"demo": 1, "demo-2-ranks": 2, "deepseek-v2-lite-8gpu": 8}.get(file.stem, 16)
+    assert config.engine.parallel.world == {
+        "demo": 1,
+        "demo-2-ranks": 2,
+        "deepseek-v2-lite-8gpu": 8,
+        "deepseek-v2-lite-autoscaling": 8,
+    }.get(file.stem, 16)
 
 
 def dry_run_of(file: Path) -> list[str]:

@@ -119,7 +119,9 @@ def test_serve_run_deploys_the_demo(name: str, tmp_path: Path):
     ("arguments", "message"),
     [
         (["/does/not/exist"], r"/does/not/exist is not a model folder: it has no config\.json"),
-        (["--speculative-tokens", "9"], r"engine\.speculation\.tokens: Input should be less than or equal to 4"),
+        (["--speculative-tokens", "9"], r"engine\.speculation\.tokens: Input should be less than or equal to 8"),
+        (["--replicas", "0"], r"replicas\.max: Input should be greater than or equal to 1"),
+        (["--replicas", "3", "--max-replicas", "2"], r"replicas: Value error, max: 2 is less than min, 3"),
         (["--dtype", "float13"], r"engine\.dtype: Input should be 'auto'"),
         (["--address", "127.0.0.1:1"], r"no Ray answers at 127\.0\.0\.1:1"),
         (["--address", "nonsense:x"], r"no Ray answers at nonsense:x"),
