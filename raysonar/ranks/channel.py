@@ -53,7 +53,7 @@ class StepChannel(Protocol):
     def timelines(self, timeout: float) -> list[RankTimeline]:
         """What each rank has recorded of traced steps since this was last asked; may be called from any thread.
 
-        Raises TimeoutError after `timeout` seconds, EngineFailedError when a rank has failed or the channel is closed.
+        Raises EngineFailedError when a rank has failed or has not answered within `timeout` seconds.
         """
 
     def close(self) -> None:

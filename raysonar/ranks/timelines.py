@@ -19,8 +19,11 @@ def collect_timelines(
 ) -> list[RankTimeline]:
     """The timelines of rank actors, on this process's clock; processes: (host name, process id) of each.
 
-    Raises TimeoutError after `timeout` seconds, EngineFailedError when a rank does not answer at all.
+    Raises EngineFailedError when a rank does not answer within `timeout` seconds, or is gone.
     """
+    actors = list(actors)  # ranks that fail meanwhile are taken out of it
+    if len(actors) != len(processes):
+        raise EngineFailedError("the ranks are gone, or are being started again")
     deadline = time.monotonic() + timeout
 
     def get(calls: Any) -> Any:
@@ -33,7 +36,7 @@ def collect_timelines(
         recorded = get([actor.take_spans.remote() for actor in actors])
         offsets = [offset(actor, host) for actor, (host, _) in zip(actors, processes, strict=True)]
     except ray.exceptions.GetTimeoutError:
-        raise TimeoutError(f"the ranks did not hand out their timelines within {timeout} s") from None
+        raise EngineFailedError(f"the ranks did not hand out their timelines within {timeout:.0f} s") from None
     except ray.exceptions.RayError as error:
         raise EngineFailedError(f"a rank does not hand out its timeline: {error}") from error
     return [

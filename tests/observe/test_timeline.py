@@ -1,9 +1,14 @@
 """Tracks sum up what is waited for other ranks, and keep spans of traced steps only."""
 
-import pytest
+import socket
+from unittest.mock import MagicMock
 
+import pytest
+import ray
+
+from raysonar.errors import EngineFailedError
 from raysonar.observe.timeline import Lane, Timeline, Track, now
-from raysonar.ranks.timelines import clock_offset
+from raysonar.ranks.timelines import clock_offset, collect_timelines
 
 
 def make() -> tuple[Timeline, Track, Track]:
@@ -64,6 +69,15 @@ def test_another_hosts_clock_is_known_to_half_a_round_trip(ahead):
     began = now()
     found = clock_offset(lambda: now() + ahead)
     assert abs(found + ahead) <= now() - began
+
+
+def test_ranks_that_are_gone_or_silent_are_failures_with_words(monkeypatch):
+    here = (socket.gethostname(), 1)
+    with pytest.raises(EngineFailedError, match="gone, or are being started again"):
+        collect_timelines([], [here], 1.0)
+    monkeypatch.setattr(ray, "get", MagicMock(side_effect=ray.exceptions.GetTimeoutError))
+    with pytest.raises(EngineFailedError, match="did not hand out their timelines within 2 s"):
+        collect_timelines([MagicMock()], [here], 2.0)
 
 
 def test_spans_of_settled_steps_end_when_the_device_has_settled():
