@@ -1,4 +1,5 @@
-"""What an answer's text must match: a JSON Schema, a regular expression, a list of choices, or a grammar."""
+"""What an answer's text must match: a JSON Schema, a regular expression, a list of choices, a grammar, or a structure
+of them."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -7,6 +8,7 @@ from enum import IntEnum
 from typing import Any, Self
 
 from raysonar.errors import InvalidRequestError
+from raysonar.forms import Form
 from raysonar.json_schema import check_schema
 
 MAX_BYTES = 64 << 10
@@ -21,6 +23,8 @@ class GrammarKind(IntEnum):
     """It must match the whole text, with or without ^ and $."""
     EBNF = 2
     """GBNF, as llama.cpp and vLLM take it; the rule `root` is the text."""
+    STRUCTURE = 3
+    """A Form, as JSON."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,25 @@ class Grammar:
     def ebnf(cls, text: str, field: str = "grammar") -> Self:
         """A text that the rule `root` derives: `root ::= "yes" | "no"`."""
         return cls(GrammarKind.EBNF, text, field)
+
+    @classmethod
+    def structure(cls, form: Form, field: str = "grammar") -> Self:
+        """A text of parts: see raysonar.forms. Schemas in it are checked where they become forms."""
+        return cls(GrammarKind.STRUCTURE, _json(form, field), field)
+
+    @property
+    def form(self) -> Form:
+        """This grammar as a part of a structure."""
+        match self.kind:
+            case GrammarKind.JSON_SCHEMA:
+                return {"type": "json_schema", "json_schema": json.loads(self.text)}
+            case GrammarKind.REGEX:
+                return {"type": "regex", "pattern": self.text}
+            case GrammarKind.EBNF:
+                return {"type": "grammar", "grammar": self.text}
+            case GrammarKind.STRUCTURE:
+                form: Form = json.loads(self.text)
+                return form
 
     def refusal(self, reason: str) -> InvalidRequestError:
         """The error that says why this grammar is not taken."""

@@ -32,6 +32,7 @@ class Tokenizer:
         vocab_size: one more than its largest id; 0 without one.
         bos_token_id, eos_token_id: by tokenizer_config.json; None where it names none.
         eos_token_ids: what ends a text: the model's own list, then this tokenizer's eos_token_id.
+        marks: the ids of tokens that were added to the vocabulary, special or not, by their text.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Tokenizer:
             self._special = {name: text for name in _SPECIAL if (text := _content(config.get(name))) is not None}
             self._templates = _templates(path, config, self._special)
             self._to_bytes = _bytes_of_pieces(model)
+        self.marks = {text: token for token, text in self._added.items()}
         self.vocab_size = max(self._pieces, default=-1) + 1
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
@@ -121,9 +123,9 @@ class Tokenizer:
         return self._to_bytes(self._pieces[token]) if token in self._pieces else b""
 
     def pieces(self) -> list[bytes]:
-        """The bytes of every id below `vocab_size`; none of those that `decode` leaves out."""
-        special = {token for token, added in self._required().get_added_tokens_decoder().items() if added.special}
-        return [b"" if token in special else self.token_bytes(token) for token in range(self.vocab_size)]
+        """The bytes of every id below `vocab_size`; none of marks."""
+        self._required()
+        return [b"" if token in self._added else self.token_bytes(token) for token in range(self.vocab_size)]
 
     def is_special(self, token: int) -> bool:
         """Whether `decode` leaves the token out when it skips special tokens."""

@@ -4,8 +4,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 from raysonar.config import ReasoningParserName, ToolParserName
+from raysonar.driver.params import SamplingParams
 from raysonar.errors import InvalidRequestError
 from raysonar.serving.generation import Generation, Profile, Vocabulary
+from raysonar.serving.held import calls_grammar
 from raysonar.serving.parsers import TOOL_FORMATS, AnswerFormat
 from raysonar.serving.protocol import ChatBody, CompletionBody, GenerationBody
 from raysonar.serving.responses import Answer, ChatAnswer, CompletionAnswer
@@ -26,18 +28,21 @@ class Answering:
         Raises InvalidRequestError, naming the parameter, and what `profile` and `vocabulary` raise.
         """
         params = body.sampling()
-        answer = await self._answer(body)
-        if answer.spells_special_tokens:
-            params = replace(params, skip_special_tokens=False)
+        if isinstance(body, ChatBody):
+            return await self._begin_chat(body, params)
+        assert isinstance(body, CompletionBody)
+        answer = CompletionAnswer(body, await self.vocabulary() if body.needs_vocabulary else None)
         return answer, Generation(answer.id, body.prompts, params, body.priority, whole=not body.stream)
 
-    async def _answer(self, body: GenerationBody) -> Answer:
-        if isinstance(body, CompletionBody):
-            return CompletionAnswer(body, await self.vocabulary() if body.needs_vocabulary else None)
-        assert isinstance(body, ChatBody)
+    async def _begin_chat(self, body: ChatBody, params: SamplingParams) -> tuple[Answer, Generation]:
         form = answer_format(body, await self.profile(), self.tool_parser, self.reasoning_parser)
-        needed = body.needs_vocabulary or form.reasons
-        return ChatAnswer(body, await self.vocabulary() if needed else None, form)
+        if form.spelt:
+            params = replace(params, skip_special_tokens=False)
+        if form.tools and form.held:
+            params = replace(params, grammar=calls_grammar(form.tools, body))
+        answer = ChatAnswer(body, await self.vocabulary() if body.needs_vocabulary or form.reasons else None, form)
+        whole, thinking = not body.stream, answer.thinking
+        return answer, Generation(answer.id, body.prompts, params, body.priority, whole, thinking)
 
 
 def answer_format(
@@ -52,8 +57,7 @@ def answer_format(
         raise InvalidRequestError("tools: the model's chat template does not write any", "tools")
     if body.calls_tools and tools is None:
         raise InvalidRequestError(f"tools: this server finds no calls in answers (tool_parser: {tool_parser})", "tools")
-    if body.asked:
-        return AnswerFormat()  # a grammar is kept to from the first token on: all of the answer is content
     reasons = profile.reasons if reasoning_parser == "auto" else reasoning_parser != "none"
-    form = AnswerFormat(TOOL_FORMATS[tools] if tools and body.calls_tools else None, reasons)
+    looked_for = TOOL_FORMATS[tools] if tools and body.calls_tools else None
+    form = AnswerFormat(looked_for, reasons, held=body.holds_calls)
     return replace(form, spelt=bool(form.marks() & profile.special))

@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from raysonar.config import EngineConfig, LimitsConfig
@@ -15,9 +16,10 @@ from raysonar.errors import EngineFailedError, InvalidRequestError
 from raysonar.observe.counters import EngineStats
 from raysonar.observe.metrics import engine_readings
 from raysonar.serving.generation import Batch, Chat, Generation, Profile, Prompt, Vocabulary
+from raysonar.serving.held import reasoned
 from raysonar.serving.lengths import Lengths
 from raysonar.serving.metrics import RayExporter, Source, replica_labels
-from raysonar.serving.parsers import reasons, tool_format_of
+from raysonar.serving.parsers import TAIL_TOKENS, opens_reasoning, reasons, tool_format_of
 from raysonar.serving.problems import Problem, problem_of, unavailable
 from raysonar.serving.senders import Senders
 
@@ -120,7 +122,7 @@ class Driver:
             request_id = f"{generation.request_id}-{place}"
             # In threads: a long text and a grammar take their time, and other streams must go on meanwhile.
             tokens = await asyncio.to_thread(self._token_ids, prompt)
-            params = self._lengths.checked(len(tokens), generation.params)
+            params = self._lengths.checked(len(tokens), self._behind_reasoning(generation, tokens))
             if generation.whole:
                 result = await engine.complete(tokens, params, request_id=request_id, priority=priority)
                 for delta in result.deltas():
@@ -139,6 +141,15 @@ class Driver:
             if problem.status >= 500 and not isinstance(error, EngineFailedError):  # whose cause the engine has logged
                 logger.exception("Request %s failed", generation.request_id)
             news.put_nowait(problem)
+
+    def _behind_reasoning(self, generation: Generation, prompt: list[int]) -> SamplingParams:
+        """The request's parameters, with room for reasoning in their grammar where the prompt ends inside of it."""
+        params = generation.params
+        if params.grammar is None or generation.thinking == "never":
+            return params
+        tail = b"".join(map(self._engine.tokenizer.token_bytes, prompt[-TAIL_TOKENS:])).decode("utf-8", "replace")
+        opened = generation.thinking == "at once" or opens_reasoning(tail)
+        return replace(params, grammar=reasoned(params.grammar)) if opened else params
 
     def _token_ids(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
         """`add_special_tokens`: what the tokenizer adds around a text; a chat template writes all that there is."""

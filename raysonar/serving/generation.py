@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from raysonar.driver.outputs import Delta
 from raysonar.driver.params import SamplingParams
@@ -25,6 +25,8 @@ class Chat:
 
 
 Prompt = str | list[int] | Chat
+Thinking = Literal["never", "at once", "as prompted"]
+"""Whether the answer begins inside of reasoning. As prompted: when the prompt ends there."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,12 @@ class Generation:
     request_id: str
     prompts: list[Prompt]
     params: SamplingParams
+    """Their grammar is of what comes behind the reasoning."""
     priority: int = 0
     """Lower values are served first."""
     whole: bool = False
     """All deltas may come in one batch at the end: nobody reads them earlier."""
+    thinking: Thinking = "never"
     sender: Sender | None = None
     """Who asks; the generation is stopped when it is gone."""
     progress: Mapping[int, Progress] = field(default_factory=dict)

@@ -1,6 +1,7 @@
 """The conversation of a chat request: messages and tools as OpenAI has them, and as a chat template takes them."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field, GetJsonSchemaHandler, PlainValidator, WithJsonSchema, model_validator
@@ -151,7 +152,7 @@ class Function(Body):
     parameters: dict[str, Any] | None = None
     """A JSON schema."""
     strict: bool | None = None
-    """The template sees it; arguments are not held to the schema."""
+    """Whether arguments are held to the schema; None: where a call is forced."""
 
 
 class Tool(Body):
@@ -164,6 +165,49 @@ class Tool(Body):
     def plain(self) -> dict[str, Any]:
         """For the chat template, as it was sent."""
         return self.model_dump(exclude_none=True)
+
+
+@dataclass(frozen=True)
+class NamedFunction:
+    """A tool_choice: exactly one call, of this function."""
+
+    name: str
+
+
+_CHOICES = ("auto", "none", "required")
+_CHOICE_SCHEMA = {
+    "anyOf": [
+        {"enum": list(_CHOICES)},
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "function"},
+                "function": {
+                    "type": "object",
+                    "properties": {"name": {"type": "string"}},
+                    "required": ["name"],
+                    "additionalProperties": False,
+                },
+            },
+            "required": ["type", "function"],
+            "additionalProperties": False,
+        },
+    ]
+}
+
+
+def _choice(value: object) -> str | NamedFunction:
+    if isinstance(value, str) and value in _CHOICES:
+        return value
+    match value:
+        case {"type": "function", "function": {"name": str(name), **more}, **others} if not more and not others:
+            return NamedFunction(name)
+    raise wrong(f"""it must be one of {", ".join(_CHOICES)}, or {{"type": "function", "function": {{"name": NAME}}}}""")
+
+
+ToolChoice = Annotated[
+    Literal["auto", "none", "required"] | NamedFunction, PlainValidator(_choice), WithJsonSchema(_CHOICE_SCHEMA)
+]
 
 
 RESERVED = frozenset(

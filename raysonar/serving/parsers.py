@@ -43,12 +43,14 @@ class ToolFormat:
     before_name: str
     after_name: str
     after_arguments: tuple[str, ...]
-    """Where several match at one place, the longest comes first."""
+    """Where several match at one place, the longest comes first. The first is how the model was taught to write it."""
+    between: str = ""
+    """Two calls."""
 
 
 TOOL_FORMATS: dict[ToolFormatName, ToolFormat] = {
     "deepseek_v3": ToolFormat(
-        f"{_CALL}function{_SEPARATOR}", "\n```json\n", (f"\n```{_CALL_END}", f"```{_CALL_END}", _CALL_END)
+        f"{_CALL}function{_SEPARATOR}", "\n```json\n", (f"\n```{_CALL_END}", f"```{_CALL_END}", _CALL_END), "\n"
     ),
     "deepseek_v3.1": ToolFormat(_CALL, _SEPARATOR, (_CALL_END,)),
 }
@@ -63,6 +65,8 @@ class AnswerFormat:
     reasons: bool = False
     spelt: bool = False
     """Whether its marks are special tokens, which have to be asked for to be seen."""
+    held: bool = False
+    """Whether calls are held to their format by a grammar."""
 
     @property
     def looks_for_something(self) -> bool:
@@ -72,7 +76,8 @@ class AnswerFormat:
     def parser(self, *, opened: bool) -> "AnswerParser":
         """For one choice. `opened`: whether the prompt ends inside of the reasoning."""
         return AnswerParser(
-            ReasoningParser(opened=opened) if self.reasons else None, ToolParser(self.tools) if self.tools else None
+            ReasoningParser(opened=opened) if self.reasons else None,
+            ToolParser(self.tools, held=self.held) if self.tools else None,
         )
 
     def marks(self) -> frozenset[str]:
@@ -84,6 +89,8 @@ class AnswerFormat:
 _SPACE = " \t\r\n"
 _NAME = re.compile(r"[^\s<>{}`\"]{1,128}")
 """A function's name; longer ones are not waited for."""
+_QUOTE = re.compile(r'(?<!\\)(?:\\\\)*"')
+"""Of a JSON string; behind an odd number of backslashes it is one of the string's characters."""
 
 
 def tool_format_of(templates: Iterable[str]) -> ToolFormatName | None:
@@ -102,6 +109,15 @@ def reasons(templates: Iterable[str]) -> bool:
 def is_thinking(text: str) -> bool:
     """Whether the beginning of an assistant's turn ends inside of its reasoning."""
     return text.rfind(THINK) > text.rfind(THOUGHT)
+
+
+TAIL_TOKENS = 16
+"""Of a prompt; enough to hold `<think>` and a line break, however they are split into tokens."""
+
+
+def opens_reasoning(tail: str) -> bool:
+    """Whether a prompt with this end has the answer begin inside of its reasoning."""
+    return tail.rstrip().endswith(THINK)
 
 
 class ReasoningParser:
@@ -149,8 +165,12 @@ class ReasoningParser:
 class ToolParser:
     """Function calls stand in one section at the end of the answer; what comes before and after it is content."""
 
-    def __init__(self, form: ToolFormat) -> None:
+    def __init__(self, form: ToolFormat, *, held: bool = False) -> None:
+        """`held`: arguments are sure to be JSON, so that a mark inside of a string is no mark."""
         self._form = form
+        self._json = held
+        self._given = ""
+        """The last call's arguments so far."""
         self._held = ""
         self._calls = 0
         self._state: Literal["content", "between", "arguments", "over"] = "content"
@@ -203,7 +223,7 @@ class ToolParser:
     def _name(self, rest: str) -> list[Part] | None:
         name, mark, begun = rest.partition(self._form.after_name)
         if mark and _NAME.fullmatch(name):
-            self._held, self._state = begun, "arguments"
+            self._held, self._state, self._given = begun, "arguments", ""
             self._calls += 1
             return [Part("call", name)]
         sure = rest[: len(rest) - _possible(rest, (self._form.after_name,))]
@@ -217,6 +237,8 @@ class ToolParser:
         if not found:
             return self._release("arguments", len(self._held) - _possible(self._held, ends)) or None
         at, _, end = min(found)
+        if self._json and _in_string(self._given + self._held[:at]):
+            return self._release("arguments", at + len(end))
         arguments = self._held[:at]
         self._held, self._state = self._held[at + len(end) :], "between"
         return _parts(Part("arguments", arguments))
@@ -227,6 +249,8 @@ class ToolParser:
 
     def _release(self, kind: Literal["content", "arguments"], size: int) -> list[Part]:
         text, self._held = self._held[:size], self._held[size:]
+        if self._json and kind == "arguments":
+            self._given += text
         return _parts(Part(kind, text))
 
 
@@ -280,6 +304,11 @@ def _through(stage: Parser, parts: Sequence[Part]) -> list[Part]:
 def _parts(*parts: Part) -> list[Part]:
     """Without empty ones."""
     return [part for part in parts if part.text]
+
+
+def _in_string(json: str) -> bool:
+    """Whether the beginning of a JSON text ends inside of a string."""
+    return len(_QUOTE.findall(json)) % 2 == 1
 
 
 def _possible(text: str, marks: Sequence[str]) -> int:

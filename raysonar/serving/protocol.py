@@ -5,9 +5,9 @@ A parameter that is unknown, or known and not supported, is refused by name. JSO
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, PlainValidator, WithJsonSchema, model_validator
+from pydantic import Field, GetJsonSchemaHandler, PlainValidator, WithJsonSchema, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -15,7 +15,16 @@ from raysonar.driver.params import MAX_STOPS, RANGES, SamplingParams
 from raysonar.errors import InvalidRequestError
 from raysonar.serving.body import Body, refused, wrong
 from raysonar.serving.generation import Prompt
-from raysonar.serving.messages import Message, TemplateVariables, Tool, chat_of, check_continuation
+from raysonar.serving.messages import (
+    Function,
+    Message,
+    NamedFunction,
+    TemplateVariables,
+    Tool,
+    ToolChoice,
+    chat_of,
+    check_continuation,
+)
 from raysonar.serving.structured import StructuredBody
 
 COMPLETION_MAX_TOKENS = 16
@@ -203,12 +212,6 @@ class GenerationBody(StructuredBody, ABC):
         return {name: value for name, value in values.items() if value is not None}
 
 
-def _tool_choice(value: object) -> object:
-    if value == "required" or isinstance(value, dict):
-        raise wrong("only 'auto' and 'none' are supported: nothing can force the model to call a function")
-    return value
-
-
 def _same(value: object, other: object) -> bool:
     """Equal as JSON: true is not 1."""
     return type(value) is type(other) and value == other
@@ -253,9 +256,9 @@ class ChatBody(GenerationBody):
     logprobs: bool = False
     top_logprobs: int | None = None
     tools: list[Tool] = []  # noqa: RUF012
-    tool_choice: Annotated[Literal["auto", "none"], BeforeValidator(_tool_choice)] = "auto"
+    tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
-    """False passes on the first call only."""
+    """False: at most one call; of an answer that is not held to any, the first is passed on."""
     include_reasoning: bool = True
     """False leaves the reasoning out of the answer."""
     add_generation_prompt: bool | None = None
@@ -270,6 +273,9 @@ class ChatBody(GenerationBody):
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise refused("max_tokens", "max_tokens and max_completion_tokens must not differ; give one of them")
         check_continuation(self)
+        if self.forces_call and not self.callable:
+            wanted = self.tool_choice.name if isinstance(self.tool_choice, NamedFunction) else "any function"
+            raise refused("tool_choice", f"tool_choice cannot be kept to: tools does not have {wanted}")
         if self.calls_tools and self.asked:
             message = f"{self.asked[0]} cannot be kept to by an answer that may call functions; set tool_choice to none"
             raise refused(self.asked[0], message)
@@ -283,6 +289,28 @@ class ChatBody(GenerationBody):
     def calls_tools(self) -> bool:
         """Whether the answer may hold function calls."""
         return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def forces_call(self) -> bool:
+        """Whether the answer has to be a call."""
+        return self.tool_choice not in ("auto", "none")
+
+    @property
+    def callable(self) -> list[tuple[int, Function]]:
+        """What may be called, each with its place in `tools`."""
+        choice = self.tool_choice
+        functions = [(place, tool.function) for place, tool in enumerate(self.tools) if choice != "none"]
+        return [each for each in functions if not isinstance(choice, NamedFunction) or each[1].name == choice.name]
+
+    @property
+    def calls_many(self) -> bool:
+        """Whether the answer may hold more than one call."""
+        return self.parallel_tool_calls and not isinstance(self.tool_choice, NamedFunction)
+
+    @property
+    def holds_calls(self) -> bool:
+        """Whether calls are held to their format and to what is declared of their functions."""
+        return self.forces_call or any(function.strict for _, function in self.callable)
 
     @property
     def needs_vocabulary(self) -> bool:

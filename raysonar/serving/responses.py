@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from raysonar.driver.outputs import Acceptance, Delta, TokenLogprob
 from raysonar.serving.choices import ChoiceReader, Piece
-from raysonar.serving.generation import Vocabulary
-from raysonar.serving.parsers import THINK, AnswerFormat, is_thinking
+from raysonar.serving.generation import Thinking, Vocabulary
+from raysonar.serving.parsers import TAIL_TOKENS, AnswerFormat, is_thinking, opens_reasoning
 from raysonar.serving.protocol import ChatBody, CompletionBody, GenerationBody
 
 Json = dict[str, object]
@@ -23,8 +23,6 @@ Json = dict[str, object]
 DONE = b"data: [DONE]\n\n"
 _LEAST_LOGPROB = -9999.0
 """JSON has no infinity."""
-_TAIL_TOKENS = 16
-"""Enough to hold `<think>` and a line break, however they are split into tokens."""
 
 
 def event(data: Json) -> bytes:
@@ -82,11 +80,6 @@ class Answer(ABC):
         self._n = body.n or 1
         self._vocabulary = vocabulary or Vocabulary([])
         self._usage = Usage()
-
-    @property
-    def spells_special_tokens(self) -> bool:
-        """Whether special tokens have to be in the text, whatever the body says."""
-        return False
 
     @abstractmethod
     def _pieces(self, prompt: int, delta: Delta) -> Iterator[Piece]:
@@ -179,8 +172,12 @@ class ChatAnswer(Answer):
         self._opened = False
 
     @property
-    def spells_special_tokens(self) -> bool:
-        return self._form.spelt
+    def thinking(self) -> Thinking:
+        """As far as the request tells."""
+        if not self._form.reasons:
+            return "never"
+        goes_on = self.body.continue_final_message and is_thinking(self.body.messages[-1].content or "")
+        return "at once" if goes_on else "as prompted"
 
     def opening(self) -> bytes:
         """Each choice's role."""
@@ -218,9 +215,7 @@ class ChatAnswer(Answer):
 
     def _ends_in_reasoning(self, prompt: list[int]) -> bool:
         """By what the chat template wrote last, or the message that goes on."""
-        if self.body.continue_final_message and is_thinking(self.body.messages[-1].content or ""):
-            return True
-        return self._vocabulary.decode(prompt[-_TAIL_TOKENS:]).rstrip().endswith(THINK)
+        return self.thinking == "at once" or opens_reasoning(self._vocabulary.decode(prompt[-TAIL_TOKENS:]))
 
     def _chunk_choice(self, piece: Piece) -> Json:
         delta: Json = {}

@@ -6,6 +6,7 @@ tokens only, which are the same on all of them.
 """
 
 import importlib.util
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raysonar.forms import Form
 from raysonar.grammar import Grammar, GrammarKind
 from raysonar.model.tokenizer import Tokenizer
 from raysonar.step import Ints
@@ -28,7 +30,12 @@ _CACHE_BYTES = 256 << 20
 _WORD_BITS = 32
 _ORIGIN = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 """What xgrammar's errors begin with: the time and a line of its sources."""
-_CONTROL = re.compile(rb"[\x00-\x1f]")
+_STRING_CHARACTERS = (r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\r\n]")
+_CHARACTER = r"[^\0-\x1f\"\\\ud800-\udfff]"
+"""What xgrammar lets into strings of JSON, with a length and without; and what there is to be: control characters are
+escaped, and halves of surrogate pairs are no characters."""
+_NO_TEXT = b"\xff"
+"""Begins no character: what the pieces of marks begin with, so that no text matches them."""
 
 
 class GrammarCompiler:
@@ -61,12 +68,31 @@ class GrammarCompiler:
     def _compile(self, grammar: Grammar) -> "CompiledGrammar":
         match grammar.kind:
             case GrammarKind.JSON_SCHEMA:
-                # one way to write a value: free whitespace lets a model indent for ever, and costs drafts
-                return self._json_compiler.compile_json_schema(grammar.text, any_whitespace=False)
+                return self._compiler.compile_grammar(_ebnf(grammar.text))
             case GrammarKind.REGEX:
                 return self._compiler.compile_regex(grammar.text)
             case GrammarKind.EBNF:
                 return self._compiler.compile_grammar(grammar.text)
+            case GrammarKind.STRUCTURE:
+                tag = {"type": "structural_tag", "format": self._format(json.loads(grammar.text))}
+                return self._compiler.compile_structural_tag(json.dumps(tag))
+
+    def _format(self, form: Form) -> dict[str, Any]:
+        """A form as xgrammar has it: marks by their tokens, schemas as grammars."""
+        match form:
+            case {"type": "mark", "text": text}:
+                token = self._tokenizer.marks.get(text)
+                return {"type": "const_string", "value": text} if token is None else {"type": "token", "token": token}
+            case {"type": "json_schema", "json_schema": schema}:
+                return {"type": "grammar", "grammar": _ebnf(json.dumps(schema))}
+            case {"elements": parts}:
+                return {**form, "elements": [self._format(part) for part in parts]}
+            case {"tags": tags}:
+                return {**form, "tags": [self._format(tag) for tag in tags]}
+            case {"content": part}:
+                return {**form, "content": self._format(part)}
+            case _:
+                return dict(form)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -74,13 +100,20 @@ class GrammarCompiler:
 
     @cached_property
     def _compiler(self) -> "Compiler":
-        return _compiler_of(tuple(self._tokenizer.pieces()), self._vocab, self._tokenizer.eos_token_ids)
+        pieces, eos = self._tokenizer.pieces(), self._tokenizer.eos_token_ids
+        for text, token in self._tokenizer.marks.items():
+            pieces[token] = b"" if token in eos else _NO_TEXT + text.encode()
+        return _compiler_of(tuple(pieces), self._vocab, eos)
 
-    @cached_property
-    def _json_compiler(self) -> "Compiler":
-        """Without control characters, which JSON writes as escapes: xgrammar lets them into strings of a maxLength."""
-        pieces = tuple(b"" if _CONTROL.search(piece) else piece for piece in self._tokenizer.pieces())
-        return _compiler_of(pieces, self._vocab, self._tokenizer.eos_token_ids)
+
+def _ebnf(schema: str) -> str:
+    """One way to write each value: free whitespace lets a model indent for ever, and costs drafts."""
+    from xgrammar import Grammar as Rules
+
+    rules = str(Rules.from_json_schema(schema, any_whitespace=False))
+    for characters in _STRING_CHARACTERS:
+        rules = rules.replace(characters, _CHARACTER)
+    return rules
 
 
 @lru_cache(maxsize=2)

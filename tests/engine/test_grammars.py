@@ -14,6 +14,8 @@ from raysonar import Engine, Grammar, SamplingParams
 from raysonar.demo import DRAFT, TARGET
 from raysonar.driver.outputs import GenerationResult
 from raysonar.errors import InvalidRequestError
+from raysonar.forms import free, listed, literal, mark, one_of, optional, sequence
+from raysonar.grammar import GrammarKind
 
 CITY = {"type": "object", "properties": {"n": {"type": "string", "maxLength": 8}}, "required": ["n"]}
 COUNT = {"type": "integer", "minimum": 0, "maximum": 999}
@@ -69,6 +71,18 @@ QUESTIONS = ["What is the capital of France?", "Describe the climate of Norway."
 MOST = 110
 
 
+def structures() -> list[Grammar]:
+    """Like function calls, and like text that may go on with one."""
+    schemas = [Grammar.json_schema(SCHEMAS[name]) for name in ("flat", "one of")]
+    names = one_of(*(sequence(literal(f"f{n}:"), schema.form) for n, schema in enumerate(schemas)))
+    call = sequence(mark("<|user|>"), names, mark("<|pad|>"))
+    section = sequence(mark("<|system|>"), call, optional(call), mark("<|assistant|>"))
+    thinking = sequence(free(without="<|assistant|>"), mark("<|assistant|>"), listed(literal("a"), " "))
+    return [
+        Grammar.structure(part) for part in (section, sequence(free(without="<|system|>"), optional(section)), thinking)
+    ]
+
+
 @contextmanager
 def engine(**options: Any) -> Iterator[Engine]:
     settings = {"dtype": "float32", "threads": 1, "max_running": 8, "max_model_len": 160, **options}
@@ -86,6 +100,7 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
         Grammar.regex(r"(\d{1,3}\.){3}\d{1,3}"),
         Grammar.choice(["Paris", "Par", "London"]),
         Grammar.ebnf('root ::= "(" root ")" | [0-9]{1,4}'),
+        *structures(),
     ]
     params = []
     for seed, grammar in enumerate(grammars):
@@ -111,7 +126,7 @@ def check_schemas(results: Sequence[GenerationResult], params: Sequence[Sampling
     """Every text that ended is valid under its schema; how many there were."""
     checked = 0
     for result, each in zip(results, params, strict=True):
-        if each.grammar is None or not each.grammar.text.startswith("{"):
+        if each.grammar is None or each.grammar.kind is not GrammarKind.JSON_SCHEMA:
             continue
         assert result.finish_reason == "stop", result.text
         jsonschema.validate(json.loads(result.text), json.loads(each.grammar.text))

@@ -193,6 +193,20 @@ def test_v3_arguments_may_hold_code_fences_and_lack_their_own():
     assert parsed("deepseek_v3", [bare]) == [Part("call", "f"), Part("arguments", "{}")]
 
 
+@settings(max_examples=200, deadline=None)
+@given(form=st.sampled_from(FORMATS), data=st.data())
+def test_marks_in_strings_of_arguments_that_are_sure_to_be_json_are_no_marks(form: ToolFormatName, data: st.DataObject):
+    odd = st.lists(st.sampled_from([*MARKS, "```" + CALL_END, '"', "\\", "a"]), max_size=6).map("".join)
+    values = [json.dumps({data.draw(odd): data.draw(odd)}, ensure_ascii=False) for _ in range(2)]
+    text = section(form, ("f", values[0]), ("g", values[1]))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=24)))
+    parser = ToolParser(TOOL_FORMATS[form], held=True)
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    parts = [part for piece in pieces for part in parser.add(piece)] + parser.end()
+    expected = [("call", "f"), ("arguments", values[0]), ("call", "g"), ("arguments", values[1])]
+    assert joined(parts) == [Part(*part) for part in expected]
+
+
 def test_a_name_comes_as_soon_as_it_is_whole_and_arguments_as_they_come():
     parser = ToolParser(TOOL_FORMATS["deepseek_v3.1"])
     assert parser.add(f"{CALLS}{CALL}f{SEPARATOR}") == [Part("call", "f")]

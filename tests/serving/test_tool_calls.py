@@ -142,10 +142,24 @@ def test_without_parallel_calls_only_the_first_is_passed_on(client: openai.OpenA
     assert choices[0]["calls"] == [["weather", KOELN]]
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-def test_calls_cannot_be_forced(client: openai.OpenAI, form: str, choice: object):
-    with pytest.raises(openai.BadRequestError) as refused:
+@pytest.mark.parametrize(
+    ("choice", "words"),
+    [
+        ({"type": "function", "function": {"name": "other"}}, "tools does not have other"),
+        ({"type": "function", "name": "weather"}, "must be one of auto, none, required"),
+        ({"type": "allowed_tools", "allowed_tools": {}}, "must be one of auto, none, required"),
+        ("any", "must be one of auto, none, required"),
+    ],
+)
+def test_a_choice_that_cannot_be_is_refused(client: openai.OpenAI, form: str, choice: object, words: str):
+    with pytest.raises(openai.BadRequestError, match=words) as refused:
         ask(client, form, "hi", tool_choice=choice)
+    assert refused.value.param == "tool_choice"
+
+
+def test_a_call_cannot_be_forced_without_functions(client: openai.OpenAI, form: str):
+    with pytest.raises(openai.BadRequestError, match="does not have any function") as refused:
+        ask(client, form, "hi", tools=openai.omit, tool_choice="required")
     assert refused.value.param == "tool_choice"
 
 

@@ -1,7 +1,7 @@
 """Masks of grammars: exact after any drafts, whatever was drafted and accepted before."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import numpy as np
@@ -16,6 +16,7 @@ from xgrammar import GrammarMatcher
 
 from raysonar.demo import TARGET
 from raysonar.errors import InvalidRequestError
+from raysonar.forms import free, listed, literal, mark, one_of, optional, sequence
 from raysonar.grammar import Grammar
 from raysonar.model.folder import open_folder
 from raysonar.model.tokenizer import Tokenizer
@@ -43,16 +44,20 @@ GRAMMARS = [
     Grammar.regex("[a-c]{2,4}(x|yz)*"),
     Grammar.choice(["yes", "no", "yesterday"]),
     Grammar.ebnf('root ::= "(" root ")" | "."'),
+    Grammar.structure(sequence(free(without="<|user|>"), mark("<|user|>"), PERSON.form)),
+    Grammar.structure(sequence(optional(mark("<|pad|>")), listed(sequence(literal("ab"), mark("<|user|>")), "\n"))),
+    Grammar.structure(one_of(Grammar.regex("x+").form, mark("<|system|>"), Grammar.choice(["yes"]).form)),
 ]
 
 
 class _Spelt:
-    """A tokenizer of these pieces, the last of which ends a text."""
+    """A tokenizer of these pieces, the last of which ends a text; some are marks."""
 
     available = True
 
-    def __init__(self, pieces: list[bytes]) -> None:
-        self.pieces = lambda: pieces
+    def __init__(self, pieces: list[bytes], marks: Mapping[str, int] | None = None) -> None:
+        self.pieces = lambda: list(pieces)
+        self.marks = marks or {}
         self.vocab_size, self.eos_token_ids = len(pieces), (len(pieces) - 1,)
 
 
@@ -156,6 +161,32 @@ def test_no_special_token_and_no_id_without_a_token_is_ever_allowed():
         assert not mask & (special - eos)
         assert max(mask) < tokenizer().vocab_size
     assert not eos & set(fresh_mask(Grammar.json_object(), tokenizer().encode('{"', add_special_tokens=False)))
+
+
+def test_a_mark_is_its_token_and_no_text_is():
+    """A special token, and one that is not: neither is in a string, and letters do not make either."""
+    pieces = [b"<", b"x", b">", b'"', b"", b"", b""]
+    spelt = _Spelt(pieces, {"<x>": 4, "<xx>": 5})
+    compiler = GrammarCompiler(lambda: spelt, len(pieces))
+
+    def following(grammar: Grammar, *tokens: int) -> list[int]:
+        table = GrammarTable(len(pieces))
+        table.admit(0, compiler.compile(grammar), tokens)
+        return allowed(table.masks(np.zeros(1, np.int32), [[]]), len(pieces))[0].nonzero().flatten().tolist()
+
+    call = Grammar.structure(sequence(mark("<x>"), Grammar.json_schema({"type": "string"}).form, mark("<xx>")))
+    assert following(call) == [4]
+    assert following(call, 4) == [3]
+    assert following(call, 4, 3) == [0, 1, 2, 3]
+    assert following(call, 4, 3, 1, 3) == [5]
+    assert following(call, 4, 3, 1, 3, 5) == [6]
+    assert following(Grammar.regex("(.|\n)*")) == [0, 1, 2, 3, 6]
+    unknown = Grammar.structure(mark("<>"))
+    assert following(unknown) == [0]
+    assert following(unknown, 0) == [2]
+    thought = Grammar.structure(sequence(free(without="<x>"), mark("<x>"), literal("x")))
+    assert following(thought, 0, 1) == [0, 1, 3, 4, 5], "its end is one token, not three"
+    assert following(thought, 5, 0, 1, 4) == [1]
 
 
 def test_a_dead_end_allows_the_end_of_the_text():

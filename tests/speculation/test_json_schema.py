@@ -1,7 +1,9 @@
 """Schemas that cannot be kept exactly are refused by the keyword; the others hold, also against jsonschema."""
 
 import json
+from collections.abc import Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import jsonschema
@@ -17,6 +19,7 @@ class _Bytes:
     """A tokenizer of the 256 bytes, and an end."""
 
     available, vocab_size, eos_token_ids = True, 257, (256,)
+    marks: Mapping[str, int] = MappingProxyType({})
 
     def pieces(self) -> list[bytes]:
         return [bytes([byte]) for byte in range(256)] + [b""]
@@ -145,10 +148,28 @@ def test_what_is_taken_is_kept(schema: dict[str, Any], good: list[Any], bad: lis
 
 
 @pytest.mark.parametrize(
-    "schema", [{"type": "string"}, {"type": "string", "maxLength": 5}, {"type": "string", "pattern": ".*"}]
+    "schema",
+    [
+        {"type": "string"},
+        {"type": "string", "maxLength": 5},
+        {"type": "string", "minLength": 1},
+        {"type": "string", "pattern": ".*"},
+        {"type": "string", "pattern": "^[^b]$"},
+    ],
 )
 def test_a_string_holds_no_control_character(schema: dict[str, Any]):
     compiled = compiler().compile(Grammar.json_schema(schema))
     assert takes(compiled, '"a"')
     for code in range(32):
         assert not takes(compiled, f'"{chr(code)}"')
+
+
+@pytest.mark.parametrize("schema", [{"type": "string"}, {"type": "string", "maxLength": 5}])
+def test_a_string_holds_characters_and_no_other_bytes(schema: dict[str, Any]):
+    """Half a surrogate pair in UTF-8 would be decoded to three characters."""
+    matcher = GrammarMatcher(compiler().compile(Grammar.json_schema(schema)))
+    for good in ("é", "\ud7ff", "\ue000", "\uffff", "🙂"):
+        assert takes(compiler().compile(Grammar.json_schema(schema)), f'"{good}"')
+    for byte in b'"\xed':
+        assert matcher.accept_token(byte)
+    assert not matcher.accept_token(0xA0)
