@@ -29,6 +29,10 @@ class QueueFullError(InvalidRequestError):
     """Too many requests wait already; the same request may be sent again later."""
 
 
+class TraceInProgressError(InvalidRequestError):
+    """Another trace of the engine is being made; the same request may be sent again later."""
+
+
 class RequestFailedError(RaysonarError, RuntimeError):
     """A request that the engine fails to answer, again and again; others are not affected. Its `__cause__` says how."""
 

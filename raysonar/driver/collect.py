@@ -43,6 +43,7 @@ class Collector:
         result, completion = self.result, self.result.completions[delta.index]
         self._texts[delta.index].append(delta.text)
         completion.token_ids += delta.token_ids
+        completion.origins += delta.origins
         if completion.logprobs is not None:
             completion.logprobs += delta.logprobs or []
         if delta.prompt_token_ids is not None:

@@ -26,6 +26,8 @@ class PlannedStep(NamedTuple):
     plans: list[StepPlan]
     """One for each data-parallel row."""
     decision: Decision
+    traced: bool
+    """Whether the ranks keep spans of it."""
 
 
 class DataParallel:
@@ -43,8 +45,8 @@ class DataParallel:
         """What is counted by the request; the rows count what is theirs."""
         self.micro_batcher = micro_batcher
         self._rebalance_steps = rebalance_steps
-        self.tracing = False
-        """Whether the ranks keep spans of the steps that are planned."""
+        self.to_trace = 0.0
+        """Of how many of the steps that are planned next the ranks keep spans; infinity: of all until it is 0 again."""
         self._suspects: deque[tuple[Answer, int]] = deque()
         """Answers that run alone, one after the other, each until it has so many tokens; the first runs now."""
         self._held: dict[Answer, None] = {}
@@ -171,13 +173,15 @@ class DataParallel:
         rounds = np.maximum.reduce([plan.draft_rounds for plan in made])
         number, every = int(made[0].number[0]), self._rebalance_steps
         decision, capacities = self.micro_batcher.decide(made, int(rounds[0]))
+        traced = self.to_trace > 0
+        self.to_trace -= traced
         common = {
             "halves": np.array([decision.halves]),
-            "traced": np.array([Tracing.ON if self.tracing else Tracing.OFF], np.int64),
+            "traced": np.array([Tracing.ON if traced else Tracing.OFF], np.int64),
             "capacities": capacities,
             "rebalance": np.array([bool(every and number and number % every == 0)], np.int64),
         }
-        return PlannedStep([replace(plan, **common, draft_rounds=rounds) for plan in made], decision)
+        return PlannedStep([replace(plan, **common, draft_rounds=rounds) for plan in made], decision, traced)
 
     def commit(self, results: Sequence[StepResult]) -> list[Step]:
         """Take in the oldest outstanding step's results, one a row."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from raysonar.driver.detokenize import Decoder, Detokenizer, StopScanner
-from raysonar.driver.outputs import Delta, FinishReason, TokenLogprob
+from raysonar.driver.outputs import Delta, FinishReason, TokenLogprob, origins_of
 from raysonar.driver.request import Answer
 from raysonar.step import StepResult
 
@@ -29,19 +29,24 @@ class Emitter:
         for token in answer.tokens[len(answer.request.prompt_token_ids) :].tolist():
             self._add(token)  # given out by an engine that is gone: the text goes on where that one's ended
 
-    def advance(self, tokens: list[int], logprobs: list[TokenLogprob] | None) -> Delta:
-        """The delta of a step's new tokens; its finish_reason says whether the answer ended with one of them."""
-        text, used = "", 0
-        while used < len(tokens) and self._finish_reason is None:
-            text += self._add(tokens[used])
-            used += 1
+    def advance(self, tokens: list[int], logprobs: list[TokenLogprob] | None, drafts: int = 0) -> Delta:
+        """The delta of a step's new tokens; its finish_reason says whether the answer ended with one of them.
+
+        `drafts`: how many the step verified for the answer.
+        """
+        texts: list[str] = []
+        while len(texts) < len(tokens) and self._finish_reason is None:
+            texts.append(self._add(tokens[len(texts)]))
+        used = len(texts)
         return Delta(
             index=self._answer.index,
-            text=text,
+            text="".join(texts),
             token_ids=tokens[:used],
             logprobs=None if logprobs is None else logprobs[:used],
             finish_reason=self._finish_reason,
             stop_reason=self._stop_reason,
+            origins=origins_of(len(tokens), drafts)[:used],
+            lengths=[len(text) for text in texts],
         )
 
     def abort(self) -> Delta:

@@ -32,7 +32,7 @@ from raysonar.driver.loop import EngineLoop
 from raysonar.driver.mailbox import Mailbox, settle
 from raysonar.driver.micro_batching import MicroBatcher
 from raysonar.driver.outputs import Delta, GenerationResult
-from raysonar.driver.params import SamplingParams
+from raysonar.driver.params import Prompt, SamplingParams, paired
 from raysonar.driver.profiling import profile
 from raysonar.driver.recovery import Recovery
 from raysonar.driver.request import Limits, Progress, Request, Sink, make_request
@@ -42,15 +42,13 @@ from raysonar.errors import ConfigurationError, InvalidRequestError, RaysonarErr
 from raysonar.model.folder import open_folder
 from raysonar.model.tokenizer import Tokenizer
 from raysonar.moe.cost_model import CostModel
-from raysonar.observe.chrome import write_trace
+from raysonar.observe.chrome import RankTimeline, write_trace
 from raysonar.observe.counters import EngineStats
 from raysonar.observe.steps import StepLog
 from raysonar.ranks.channel import RankInfo, StepChannel
 from raysonar.ranks.start import start_ranks
 from raysonar.speculation.grammar import GrammarCompiler
 
-Prompt = str | Sequence[int]
-"""A text, or token ids."""
 _News = SimpleQueue[tuple[int, Delta | RaysonarError]]
 StartRank = Callable[[EngineConfig], tuple[StepChannel, RankInfo]]
 
@@ -335,6 +333,14 @@ class Engine:
             timelines = self._loop.stop_trace()
         write_trace(Path(path), timelines)
 
+    def trace_steps(self, steps: int, timeout: float) -> list[RankTimeline]:
+        """What every rank does in the next `steps` steps, or in the fewer that are planned within `timeout` seconds.
+
+        Raises TraceInProgressError while another trace is being made, EngineFailedError when the engine fails,
+        TimeoutError when a rank does not hand out its spans.
+        """
+        return self._loop.trace_steps(steps, timeout)
+
     def check_health(self, deadline: float = 60.0) -> None:
         """Raises EngineFailedError when the engine has failed, is closed, or has been in one step for `deadline` s."""
         self._loop.check_health(deadline)
@@ -361,7 +367,7 @@ class Engine:
     ) -> list[Request]:
         """Checked requests; `sink` makes the sink of the prompt at a position."""
         self._loop.check_running()
-        pairs = _pair(prompts, params)
+        pairs = paired(prompts, params)
         return [
             self._request(prompt, each, sink(position), priority=priority)
             for position, (prompt, each) in enumerate(pairs)
@@ -435,16 +441,3 @@ def _start(config: EngineConfig, start: StartRank) -> tuple[StepChannel, RankInf
         channel.close()
         raise
     return channel, info, costs
-
-
-def _pair(
-    prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-) -> list[tuple[Prompt, SamplingParams]]:
-    """Each prompt with its parameters."""
-    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
-    each: list[Any] = [prompts] if single else list(prompts)
-    if params is None or isinstance(params, SamplingParams):
-        return [(prompt, params or SamplingParams()) for prompt in each]
-    if len(params) != len(each):
-        raise InvalidRequestError(f"{len(each)} prompts came with {len(params)} params; give one, or one each")
-    return list(zip(each, params, strict=True))

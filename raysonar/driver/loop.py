@@ -1,6 +1,7 @@
 """The engine loop: one thread that plans, sends, receives and gives out, until it is closed or the rank fails."""
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -18,7 +19,7 @@ from raysonar.driver.recovery import Recovery, Suspicion, root_cause
 from raysonar.driver.request import Request
 from raysonar.driver.scheduler import Step
 from raysonar.driver.worker import Worker
-from raysonar.errors import EngineFailedError, InvalidRequestError
+from raysonar.errors import EngineFailedError, TraceInProgressError
 from raysonar.observe.chrome import RankTimeline
 from raysonar.observe.counters import EngineStats
 from raysonar.observe.steps import StepLog, StepRecord
@@ -133,14 +134,24 @@ class EngineLoop:
         with self._changed:
             return self._scheduler.stats(self._open.held_back, self._open.totals.copy())
 
-    def start_trace(self) -> None:
-        """Let the ranks keep spans of the steps that are planned from now on.
+    def trace_steps(self, steps: int, timeout: float) -> list[RankTimeline]:
+        """Each rank's spans of the next `steps` steps, or of the fewer that are planned within `timeout` seconds.
 
-        Raises InvalidRequestError while another trace is being made, EngineFailedError.
+        Raises as `start_trace` and `stop_trace` do.
+        """
+        self.start_trace(steps)
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or self._trace_lost or not self._scheduler.to_trace, timeout)
+        return self.stop_trace()
+
+    def start_trace(self, steps: float = math.inf) -> None:
+        """Let the ranks keep spans of the `steps` steps that are planned next.
+
+        Raises TraceInProgressError while another trace is being made, EngineFailedError.
         """
         self.check_running()
         if not self._trace.acquire(blocking=False):
-            raise InvalidRequestError("the engine is being traced already; end that trace first")
+            raise TraceInProgressError("the engine is being traced already; try again when that trace has ended")
         try:
             if self._restarting:
                 raise EngineFailedError("the ranks have failed and are being started again; trace them when they run")
@@ -149,13 +160,13 @@ class EngineLoop:
             self._trace.release()
             raise
         with self._changed:
-            self._scheduler.tracing, self._trace_lost = True, False
+            self._scheduler.to_trace, self._trace_lost = steps, False
 
     def stop_trace(self) -> list[RankTimeline]:
         """End the trace: each rank's spans, once the traced steps are done. Raises EngineFailedError."""
         try:
             with self._changed:
-                self._scheduler.tracing = False
+                self._scheduler.to_trace = 0
                 if not self._changed.wait_for(lambda: self._closing or not self._traced_in_flight, self._step_timeout):
                     raise EngineFailedError(f"a traced step brought no result within {self._step_timeout:.0f} s")
                 self.check_running()
@@ -254,7 +265,7 @@ class EngineLoop:
         self._scheduler.restart(suspects)
         self._open.queue_again()
         self._sent.clear()
-        self._trace_lost = self._scheduler.tracing or self._traced_in_flight > 0
+        self._trace_lost |= bool(self._scheduler.to_trace or self._traced_in_flight)
         self._traced_in_flight = 0
         self._before = None
         self._idle = True
@@ -270,12 +281,11 @@ class EngineLoop:
             began = time.perf_counter()
             with self._changed:
                 step = self._scheduler.schedule()
-                traced = step is not None and self._scheduler.tracing
-                self._traced_in_flight += traced
-            if step is None:
-                break
+                if step is None:
+                    break
+                self._traced_in_flight += step.traced
             seconds = time.perf_counter() - began
-            self._sent.append(_Sent(seconds, step.decision, traced=traced, after_idling=self._idle))
+            self._sent.append(_Sent(seconds, step.decision, traced=step.traced, after_idling=self._idle))
             self._idle = False
             self._channel.send([plan.pack() for plan in step.plans])
 
@@ -300,15 +310,15 @@ class EngineLoop:
             self._traced_in_flight -= sent.traced
             self._changed.notify_all()
             steps = self._scheduler.commit(results)
-            for step, result in zip(steps, results, strict=True):
-                self._open.give_out(step.advances, ResultLogprobs(result))
             record = _record(steps, results, sent, self._before[0] if self._before else None)
             if self._before is not None:
                 decision, verify_seconds = self._before
                 self._scheduler.micro_batcher.learn(decision, verify_seconds + record.draft_seconds)
             self._before = sent.decision, record.verify_seconds
             self._count(record)
-        self.steps.append(record)
+            self.steps.append(record)  # who has a step's tokens finds its record
+            for step, result in zip(steps, results, strict=True):
+                self._open.give_out(step.advances, ResultLogprobs(result))
 
     def _count(self, record: StepRecord) -> None:
         counters = self._scheduler.counters

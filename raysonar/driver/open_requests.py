@@ -138,7 +138,7 @@ class OpenRequests:
         chosen = None
         if params.logprobs is not None:
             chosen = logprobs.of_tokens(advance.row, advance.tokens, params.logprobs)
-        delta = self._emitters[answer].advance(advance.tokens, chosen)
+        delta = self._emitters[answer].advance(advance.tokens, chosen, advance.drafts)
         self._scheduler.counters.generated_tokens += len(delta.token_ids)
         self.totals.gave_out(answer.moments, len(delta.token_ids))
         if not request.started:

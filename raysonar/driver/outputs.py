@@ -1,11 +1,22 @@
 """What a request gives back."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from raysonar.observe.answers import Moments
 
 FinishReason = Literal["stop", "length", "abort"]
+Origin = Literal["accepted", "recovered", "bonus", "plain"]
+"""Where a token comes from: a draft that was accepted, the target's own token in the place of a rejected draft, its own
+after drafts that were all accepted, or its own where nothing was drafted."""
+
+
+def origins_of(tokens: int, drafts: int) -> list[Origin]:
+    """Of the tokens that a step brought an answer, given how many drafts it verified."""
+    last: Origin = "plain" if not drafts else "bonus" if tokens > drafts else "recovered"
+    accepted: list[Origin] = ["accepted"] * (tokens - 1)
+    return [*accepted, last]
 
 
 @dataclass(frozen=True)
@@ -46,6 +57,8 @@ class Completion:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
+    origins: list[Origin] = field(default_factory=list)
+    """One a token."""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended it, if one did (None for end of sequence)."""
@@ -83,6 +96,7 @@ class GenerationResult:
                 cached_tokens=0 if each.index else self.cached_tokens,
                 acceptance=None if each.index else self.acceptance,
                 moments=each.moments,
+                origins=each.origins,
             )
             for each in self.completions
         ]
@@ -128,3 +142,31 @@ class Delta:
     acceptance: Acceptance | None = None
     """On a completion's last delta, as is the next one."""
     moments: Moments | None = None
+    origins: list[Origin] = field(default_factory=list)
+    """One a token."""
+    lengths: list[int] = field(default_factory=list)
+    """One a token of a stream: the characters of `text` that it let out. Text that waited for what comes after it came
+    with that."""
+
+    def by_token(self) -> "Iterator[Delta]":
+        """The same news, one token at a time."""
+        if len(self.token_ids) < 2:
+            yield self
+            return
+        start, last = 0, len(self.token_ids) - 1
+        for place, length in enumerate(self.lengths):
+            one = slice(place, place + 1)
+            part = replace(
+                self,
+                text=self.text[start : start + length],
+                token_ids=self.token_ids[one],
+                logprobs=None if self.logprobs is None else self.logprobs[one],
+                origins=self.origins[one],
+                lengths=[length],
+            )
+            if place:
+                part = replace(part, prompt_token_ids=None, prompt_logprobs=None, cached_tokens=0)
+            if place < last:
+                part = replace(part, finish_reason=None, stop_reason=None, acceptance=None, moments=None)
+            yield part
+            start += length

@@ -3,10 +3,14 @@
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any
 
 from raysonar.errors import InvalidRequestError
 from raysonar.grammar import Grammar
 
+Prompt = str | Sequence[int]
+"""A text, or token ids."""
 CONTINUATION = 256
 """Tokens that the commands continue a raw prompt by unless told otherwise: it may have no end of its own."""
 MAX_LOGPROBS = 100
@@ -144,3 +148,16 @@ class SamplingParams:
 
 def _is_token(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def paired(
+    prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[tuple[Prompt, SamplingParams]]:
+    """Each prompt with its parameters; None stands for the defaults. Raises InvalidRequestError."""
+    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
+    each: list[Any] = [prompts] if single else list(prompts)
+    if params is None or isinstance(params, SamplingParams):
+        return [(prompt, params or SamplingParams()) for prompt in each]
+    if len(params) != len(each):
+        raise InvalidRequestError(f"{len(each)} prompts came with {len(params)} params; give one, or one each")
+    return list(zip(each, params, strict=True))

@@ -26,6 +26,8 @@ class Advance(NamedTuple):
     """Tokens computed before the step."""
     tokens: list[int]
     """The new ones."""
+    drafts: int
+    """How many were verified."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -328,13 +330,14 @@ class Scheduler:
         self._count_drafts(slot, count, flight.drafts[live])
         self._register(slot)
         return [
-            Advance(answer, row, start, new[:n])
-            for answer, row, start, new, n in zip(
+            Advance(answer, row, start, new[:n], drafts)
+            for answer, row, start, new, n, drafts in zip(
                 (slots.answer[s] for s in slot.tolist()),
                 live.tolist(),
                 flight.start[live].tolist(),
                 tokens.tolist(),
                 count.tolist(),
+                flight.drafts[live].tolist(),
                 strict=True,
             )
             if answer is not None

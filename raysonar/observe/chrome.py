@@ -24,25 +24,34 @@ class RankTimeline:
 
 
 def write_trace(path: Path, ranks: Sequence[RankTimeline]) -> None:
-    """One JSON object: a process a rank, a thread a lane, times in microseconds from the earliest span on."""
-    starts = [span.start + rank.clock_offset for rank in ranks for span in rank.spans]
-    origin = min(starts, default=0)
-    events = [event for number, rank in enumerate(ranks) for event in _events(number, rank, origin)]
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    """The trace of one group as a file."""
+    path.write_text(json.dumps(trace_of(ranks)))
 
 
-def _events(number: int, rank: RankTimeline, origin: int) -> Iterator[dict[str, object]]:
-    yield _metadata("process_name", number, 0, name=f"rank {number} ({rank.host}, process {rank.process})")
-    yield _metadata("process_sort_index", number, 0, sort_index=number)
+def trace_of(*groups: Sequence[RankTimeline]) -> dict[str, object]:
+    """One JSON object: a process a rank, a thread a lane, times in microseconds from each group's earliest span on."""
+    events: list[dict[str, object]] = []
+    processes = 0
+    for ranks in groups:
+        starts = [span.start + rank.clock_offset for rank in ranks for span in rank.spans]
+        for number, rank in enumerate(ranks):
+            events += _events(processes + number, number, rank, min(starts, default=0))
+        processes += len(ranks)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _events(process: int, number: int, rank: RankTimeline, origin: int) -> Iterator[dict[str, object]]:
+    yield _metadata("process_name", process, 0, name=f"rank {number} ({rank.host}, process {rank.process})")
+    yield _metadata("process_sort_index", process, 0, sort_index=process)
     for lane in sorted({span.lane for span in rank.spans}):
-        yield _metadata("thread_name", number, lane, name=lane.title)
-        yield _metadata("thread_sort_index", number, lane, sort_index=int(lane))
+        yield _metadata("thread_name", process, lane, name=lane.title)
+        yield _metadata("thread_sort_index", process, lane, sort_index=int(lane))
     for span in rank.spans:
         yield {
             "name": span.name,
             "cat": span.kind,
             "ph": "X",
-            "pid": number,
+            "pid": process,
             "tid": int(span.lane),
             "ts": (span.start + rank.clock_offset - origin) / 1000,
             "dur": (span.end - span.start) / 1000,

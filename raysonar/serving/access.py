@@ -15,9 +15,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from raysonar.config import LimitsConfig
 from raysonar.errors import ConfigurationError
 from raysonar.serving.problems import Problem, too_large, too_slow
+from raysonar.serving.web import PAGE_PATHS
 
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics"})
-"""Routes that need no key, as in vLLM: probes and scrapers have none, and they tell nothing of any request."""
+OPEN_PATHS = frozenset({"", "/health", "/ready", "/metrics"}) | PAGE_PATHS
+"""Routes that need no key, as in vLLM: probes and scrapers have none, and they tell nothing of any request. The page is
+open too; what it asks for is not."""
 BODY_PAUSE_S = 60.0
 """A client that sends nothing of its body for so long has lost its turn."""
 _LOOK_EVERY_S = 0.5

@@ -4,7 +4,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from raysonar.driver.outputs import TokenLogprob
+from raysonar.driver.outputs import Origin, TokenLogprob
 from raysonar.serving.parsers import AnswerFormat, Part, ReasoningTokens
 
 
@@ -42,11 +42,13 @@ class Piece:
     stop_reason: str | int | None = None
     reasoning: str = ""
     calls: list[Call] = field(default_factory=list)
+    origins: list[Origin] = field(default_factory=list)
+    """One a token of the answer, when asked for."""
 
     @property
     def says_something(self) -> bool:
         """Whether a stream has to send it."""
-        return bool(self.text or self.logprobs or self.finish_reason or self.reasoning or self.calls)
+        return bool(self.text or self.logprobs or self.finish_reason or self.reasoning or self.calls or self.origins)
 
     def extend(self, later: "Piece") -> None:
         """Add the choice's next piece."""
@@ -54,6 +56,7 @@ class Piece:
         self.reasoning += later.reasoning
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
+        self.origins += later.origins
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
         for call in later.calls:
             if call.name is None:
@@ -81,15 +84,15 @@ class ChoiceReader:
     def pieces(self, piece: Piece) -> Iterator[Piece]:
         """One piece for each kind of text in a piece of undivided text; the finish reason comes last, alone."""
         parts = self._parser.add(piece.text) + (self._parser.end() if piece.finish_reason else [])
-        tokens, logprobs = piece.token_ids, piece.logprobs
+        tokens, logprobs, origins = piece.token_ids, piece.logprobs, piece.origins
         for part in parts:
             if (new := self._piece(piece.index, part)) is not None:
-                new.token_ids, new.logprobs = tokens, logprobs
-                tokens, logprobs = [], []
+                new.token_ids, new.logprobs, new.origins = tokens, logprobs, origins
+                tokens, logprobs, origins = [], [], []
                 yield new
         if tokens or piece.finish_reason:
             reason = "tool_calls" if self._calls and piece.finish_reason == "stop" else piece.finish_reason
-            yield Piece(piece.index, "", tokens, logprobs, reason, piece.stop_reason)
+            yield Piece(piece.index, "", tokens, logprobs, reason, piece.stop_reason, origins=origins)
 
     def _piece(self, index: int, part: Part) -> Piece | None:
         match part.kind:

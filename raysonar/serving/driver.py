@@ -12,9 +12,11 @@ from raysonar.config import EngineConfig, LimitsConfig
 from raysonar.driver.outputs import Delta
 from raysonar.driver.params import SamplingParams
 from raysonar.driver.request import check_tokens
-from raysonar.errors import EngineFailedError, InvalidRequestError
+from raysonar.errors import EngineFailedError, InvalidRequestError, RaysonarError
+from raysonar.observe.chrome import RankTimeline
 from raysonar.observe.counters import EngineStats
 from raysonar.observe.metrics import engine_readings
+from raysonar.observe.steps import StepRecord
 from raysonar.serving.generation import Batch, Chat, Generation, Profile, Prompt, Vocabulary
 from raysonar.serving.held import reasoned
 from raysonar.serving.lengths import Lengths
@@ -213,6 +215,17 @@ class Driver:
     def report(self) -> Source:
         """All metrics of the engine now."""
         return Source(self._labels, list(engine_readings(self.stats())))
+
+    def steps(self, last: int) -> tuple[str, list[StepRecord]]:
+        """This replica's name, and the records of its last steps, oldest first."""
+        return self._labels["replica"], self._engine.steps.last(last)
+
+    async def trace(self, steps: int, timeout: float) -> list[RankTimeline] | Problem:
+        """Every rank's spans of the next `steps` steps, or of the fewer that are planned within `timeout` seconds."""
+        try:
+            return await asyncio.to_thread(self._engine.trace_steps, steps, timeout)
+        except (RaysonarError, TimeoutError) as error:
+            return problem_of(error)
 
     async def check_health(self) -> None:
         """Raises EngineFailedError when the engine's loop has died or is stuck. Serve then replaces the replica."""

@@ -40,7 +40,9 @@ from raysonar.serving.protocol import ChatBody, CompletionBody, GenerationBody
 from raysonar.serving.responses import Answer, event
 from raysonar.serving.resuming import Deltas, asked, resumed
 from raysonar.serving.senders import Sender
+from raysonar.serving.steps import Steps
 from raysonar.serving.tokens import DetokenizeBody, TokenizeBody
+from raysonar.serving.web import add_page
 
 PROBE_TIMEOUT_S = 5.0
 """A driver that does not answer a probe for this long is not well."""
@@ -61,6 +63,7 @@ class Ingress:
         """`model` is what clients ask for. Raises ConfigurationError for keys that cannot be read."""
         self._driver = driver
         self._streaming_driver = driver.options(stream=True)
+        self._steps = Steps(driver)
         self._model = model
         self._config = config
         self._keys = None if config.api_keys_file is None else ApiKeys(config.api_keys_file)
@@ -87,9 +90,12 @@ class Ingress:
         app.add_api_route("/v1/chat/completions", self.chat_completions, methods=["POST"])
         app.add_api_route("/tokenize", self.tokenize, methods=["POST"])
         app.add_api_route("/detokenize", self.detokenize, methods=["POST"])
+        app.add_api_route("/v1/steps", self.steps)
+        app.add_api_route("/v1/steps/trace", self.trace_steps, methods=["POST"])
         app.add_api_route("/health", self.health)
         app.add_api_route("/ready", self.ready)
         app.add_api_route("/metrics", self.metrics)
+        add_page(app)
         app.add_middleware(Access, keys=self._keys, limits=self._config.limits)
         if self._config.allowed_origins:
             app.add_middleware(
@@ -145,6 +151,20 @@ class Ingress:
         own = Source(self._labels, [(HTTP_REQUESTS, dict(self._statuses))])
         sources = [own, *(report for report in reports if isinstance(report, Source))]
         return Response(exposition(sources), media_type=CONTENT_TYPE)
+
+    async def steps(self, request: Request) -> Response:
+        """Records of each engine's last steps."""
+        try:
+            return JSONResponse(await self._steps.records(request.query_params))
+        except Exception as error:
+            return _problem_response(error)
+
+    async def trace_steps(self, request: Request) -> Response:
+        """A trace of each engine's next steps."""
+        try:
+            return Response(await self._steps.trace(await request.body()), media_type="application/json")
+        except Exception as error:
+            return _problem_response(error)
 
     async def completions(self, request: Request) -> Response:
         """OpenAI's /v1/completions."""

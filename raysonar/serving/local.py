@@ -170,6 +170,7 @@ def _announce(config: ServiceConfig, where: Listening, logs: Path | None) -> Non
         route, question = "completions", '"prompt": "The capital of France is"'
     print(
         f"Serving {name} at {base}/v1 ({reach}).\n"
+        f"In a browser: {base}/\n"
         f"Try it:\n"
         f"  curl {base}/v1/{route} -H 'Content-Type: application/json'{key} \\\n"
         f'    -d \'{{"model": "{name}", "temperature": 0, {question}}}\'\n'

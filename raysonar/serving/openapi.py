@@ -7,17 +7,19 @@ from pydantic import TypeAdapter
 
 from raysonar.serving.protocol import ChatBody, CompletionBody
 from raysonar.serving.schemas import PUBLISHED
+from raysonar.serving.steps import StepsQuery, TraceBody
 from raysonar.serving.tokens import DetokenizeBody, TokenizeBody
 
 Json = dict[str, Any]
 
-_BODIES = {body.__name__: body for body in (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)}
+_BODIES = {body.__name__: body for body in (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, TraceBody)}
 _REASONS = {
     "200": "The answer.",
     "400": "A parameter is unknown, wrong or not supported; `param` names it.",
     "401": "The service asks for an API key, and there is none, or not a valid one.",
     "404": "This server has no such model.",
     "408": "The body has stopped coming.",
+    "409": "A trace is being made; try again when it has ended.",
     "413": "The body is too large.",
     "429": "Too many requests with this API key; try again after `Retry-After` seconds.",
     "500": "The server failed.",
@@ -35,6 +37,8 @@ def document(model: str, *, asks_for_keys: bool = False) -> Json:
     )
     schemas = definitions["$defs"]
     for name in _BODIES:
+        if "model" not in schemas[name]["properties"]:
+            continue
         schemas[name]["properties"]["model"] |= {"type": "string", "enum": [model]}
         schemas[name]["properties"]["model"].pop("anyOf", None)
     security: Json = {"security": [{"key": []}]} if asks_for_keys else {}
@@ -58,14 +62,16 @@ def _paths(model: str) -> Json:
         "/v1/chat/completions": _post("Answer a chat", ChatBody, "ChatCompletion", stream="ChatCompletionChunk"),
         "/tokenize": _post("A prompt's token ids", TokenizeBody, "Tokens"),
         "/detokenize": _post("The text of token ids", DetokenizeBody, "Detokenized"),
+        "/v1/steps": {"get": _steps()},
+        "/v1/steps/trace": _post("Trace the next steps", TraceBody, "Trace", "409"),
         "/health": {"get": _operation("Whether the engine is alive", "Status", "503")},
         "/ready": {"get": _operation("Whether the engine has generated a token", "Status", "503")},
         "/metrics": {"get": _metrics()},
     }
 
 
-def _post(summary: str, body: type, answer: str, stream: str | None = None) -> Json:
-    operation = _operation(summary, answer, "400", "401", "404", "408", "413", "429", "500", "503", "504")
+def _post(summary: str, body: type, answer: str, *errors: str, stream: str | None = None) -> Json:
+    operation = _operation(summary, answer, "400", "401", "404", "408", *errors, "413", "429", "500", "503", "504")
     if stream is not None:
         events = f"With `stream`, events of `data: {stream}`, then `data: [DONE]`."
         operation["responses"]["200"] |= {"description": events}
@@ -77,6 +83,13 @@ def _operation(summary: str, answer: str, *errors: str) -> Json:
     responses: Json = {"200": {"description": _REASONS["200"], "content": _json(answer)}}
     responses |= {status: {"description": _REASONS[status], "content": _json("Error")} for status in errors}
     return {"summary": summary, "responses": responses}
+
+
+def _steps() -> Json:
+    properties = StepsQuery.model_json_schema()["properties"]
+    parameters = [{"name": name, "in": "query", "schema": schema} for name, schema in properties.items()]
+    operation = _operation("Records of the last steps", "StepList", "400", "401", "429", "500", "503")
+    return operation | {"parameters": parameters}
 
 
 def _metrics() -> Json:

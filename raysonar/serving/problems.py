@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, RayServeException
 
-from raysonar.errors import EngineFailedError, InvalidRequestError, QueueFullError
+from raysonar.errors import EngineFailedError, InvalidRequestError, QueueFullError, TraceInProgressError
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,8 @@ def problem_of(error: BaseException) -> Problem:
         return error.problem
     if isinstance(error, QueueFullError):
         return unavailable(str(error), "overloaded").problem
+    if isinstance(error, TraceInProgressError):
+        return Problem(409, str(error), code="trace_in_progress")
     if isinstance(error, InvalidRequestError):
         return Problem(400, str(error), param=error.field)
     if isinstance(error, ValidationError):

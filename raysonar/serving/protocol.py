@@ -146,6 +146,8 @@ class GenerationBody(StructuredBody, ABC):
     max_tokens: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
+    return_token_origins: bool = False
+    """Says of each token where it comes from; a stream then has an event a token."""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     """Lower values are served first."""
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None

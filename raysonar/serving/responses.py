@@ -94,7 +94,9 @@ class Answer(ABC):
     def _own_piece(self, prompt: int, delta: Delta) -> Piece:
         index = prompt * self._n + delta.index
         logprobs: list[TokenLogprob | None] = [*(delta.logprobs or [])]
-        return Piece(index, delta.text, delta.token_ids[:], logprobs, delta.finish_reason, delta.stop_reason)
+        origins = delta.origins[:] if self.body.return_token_origins else []
+        tokens, reasons = delta.token_ids[:], (delta.finish_reason, delta.stop_reason)
+        return Piece(index, delta.text, tokens, logprobs, *reasons, origins=origins)
 
     def _head(self, kind: str) -> Json:
         return {"id": self.id, "object": kind, "created": self._created, "model": self.body.model}
@@ -104,9 +106,10 @@ class Answer(ABC):
         events = []
         for prompt, delta in news:
             self._usage.add(delta)
-            for piece in self._pieces(prompt, delta):
+            parts = delta.by_token() if self.body.return_token_origins else (delta,)
+            for piece in (piece for part in parts for piece in self._pieces(prompt, part)):
                 if piece.says_something:
-                    choices = [self._chunk_choice(piece)]
+                    choices = [{**self._chunk_choice(piece), **self._origins(piece)}]
                     events.append(event({**self._head(self.chunk_object), "choices": choices, **self._no_usage()}))
         return b"".join(events)
 
@@ -137,11 +140,18 @@ class Answer(ABC):
         return {
             **self._head(self.whole_object),
             "choices": [
-                {**self._whole_choice(choices[index]), **prompt_logprobs.get(index // self._n, {})}
+                {
+                    **self._whole_choice(choices[index]),
+                    **self._origins(choices[index]),
+                    **prompt_logprobs.get(index // self._n, {}),
+                }
                 for index in sorted(choices)
             ],
             "usage": self._usage.json(),
         }
+
+    def _origins(self, piece: Piece) -> Json:
+        return {"token_origins": piece.origins} if self.body.return_token_origins else {}
 
     def _prompt_logprobs(self, logprobs: list[TokenLogprob | None]) -> list[Json | None]:
         """vLLM's shape: for each prompt token {token id: {logprob, decoded_token}}, the token itself first."""

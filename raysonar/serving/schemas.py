@@ -5,6 +5,9 @@ from typing import Any, Literal, NotRequired
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict
 
+from raysonar.driver.outputs import Origin
+from raysonar.observe.steps import StepRecord
+
 _closed = with_config(ConfigDict(extra="forbid"))
 FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 
@@ -108,6 +111,7 @@ class CompletionChoice(TypedDict):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: str | int | None
+    token_origins: NotRequired[list[Origin]]
     prompt_logprobs: NotRequired[PromptLogprobs]
 
 
@@ -184,6 +188,7 @@ class ChatChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: str | int | None
+    token_origins: NotRequired[list[Origin]]
     prompt_logprobs: NotRequired[PromptLogprobs]
 
 
@@ -236,6 +241,7 @@ class ChatChunkChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: str | int | None
+    token_origins: NotRequired[list[Origin]]
 
 
 @_closed
@@ -267,8 +273,44 @@ class Detokenized(TypedDict):
     prompt: str
 
 
+@_closed
+class ReplicaSteps(TypedDict):
+    """The last steps of one engine, oldest first."""
+
+    replica: str
+    steps: list[StepRecord]
+
+
+@_closed
+class StepList(TypedDict):
+    """The last steps of every engine."""
+
+    object: Literal["list"]
+    data: list[ReplicaSteps]
+
+
+@_closed
+class Trace(TypedDict):
+    """A trace in Chrome's format."""
+
+    traceEvents: list[dict[str, Any]]
+    displayTimeUnit: Literal["ms"]
+
+
 PUBLISHED: dict[str, Any] = {
     shape.__name__: shape
-    for shape in (Error, Model, ModelList, Status, Completion, ChatCompletion, ChatCompletionChunk, Tokens, Detokenized)
+    for shape in (
+        Error,
+        Model,
+        ModelList,
+        Status,
+        Completion,
+        ChatCompletion,
+        ChatCompletionChunk,
+        Tokens,
+        Detokenized,
+        StepList,
+        Trace,
+    )
 }
 """The outermost shapes by name."""

@@ -49,14 +49,20 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("source", ["tree", "sdist"])
-def test_a_wheel_holds_every_module_and_the_demo_models(wheels: dict[str, set[str]], source: str) -> None:
+def test_a_wheel_holds_every_module_the_demo_models_and_the_page(wheels: dict[str, set[str]], source: str) -> None:
     names = wheels[source]
     modules = _python_files(ROOT / "raysonar")
     assert any(name.startswith("raysonar/kernels/") for name in modules)
     assert any(name.startswith("raysonar/moe/") for name in modules)
     demo = {f"raysonar/{path.relative_to(ROOT / 'raysonar')}" for path in (ROOT / "raysonar/demo").rglob("*.*")}
     assert {name for name in demo if name.endswith(".safetensors")}
-    assert modules | demo | {"raysonar/py.typed"} <= names
+    page = {f"raysonar/serving/page/{path.name}" for path in (ROOT / "raysonar/serving/page").iterdir()}
+    assert {
+        "raysonar/serving/page/index.html",
+        "raysonar/serving/page/page.js",
+        "raysonar/serving/page/page.css",
+    } <= page
+    assert modules | demo | page | {"raysonar/py.typed"} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not [name for name in names if not name.startswith(("raysonar/", f"raysonar-{PROJECT['version']}"))]
 

@@ -2,11 +2,13 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.fake_rank import rank_info
 from support.planning import limits_of
 
 from raysonar.driver.emission import Emitter, ResultLogprobs
-from raysonar.driver.outputs import TokenLogprob
+from raysonar.driver.outputs import Acceptance, Delta, TokenLogprob, origins_of
 from raysonar.driver.params import SamplingParams
 from raysonar.driver.request import make_request
 from raysonar.step import StepResult
@@ -65,6 +67,60 @@ def test_an_abort_lets_go_of_text_that_was_held_back():
     assert emitter.advance([4, 5], None).text == ""
     last = emitter.abort()
     assert (last.text, last.token_ids, last.finish_reason) == ("ab", [], "abort")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "drafts", "origins"),
+    [
+        (1, 0, ["plain"]),
+        (1, 1, ["recovered"]),
+        (2, 1, ["accepted", "bonus"]),
+        (2, 3, ["accepted", "recovered"]),
+        (4, 3, ["accepted", "accepted", "accepted", "bonus"]),
+    ],
+)
+def test_where_a_steps_tokens_come_from(tokens, drafts, origins):
+    assert origins_of(tokens, drafts) == origins
+
+
+def test_origins_end_with_the_token_that_ends_the_answer():
+    delta = Emitter(answer_of(), Letters(), EOS).advance([4, 1, 6, 7], None, 3)
+    assert (delta.token_ids, delta.origins, delta.lengths) == ([4, 1], ["accepted", "accepted"], [1, 0])
+
+
+STEPS = st.lists(st.tuples(st.lists(st.integers(0, 12), min_size=1, max_size=4), st.integers(0, 3)), max_size=6)
+
+
+@given(steps=STEPS, stop=st.sampled_from([(), ("ab",), ("d", "cde")]), logprobs=st.booleans())
+def test_token_by_token_a_delta_says_the_same(steps, stop, logprobs):
+    emitter = Emitter(answer_of(stop=stop, max_tokens=20), Letters(), EOS)
+    for tokens, drafts in steps:
+        scored = [TokenLogprob(token, -1.0 - token) for token in tokens] if logprobs else None
+        delta = emitter.advance(tokens, scored, max(drafts, len(tokens) - 1))
+        parts = list(delta.by_token())
+        assert all(len(part.token_ids) == len(part.origins) == 1 for part in parts)
+        assert "".join(part.text for part in parts) == delta.text
+        for name in ("token_ids", "origins", "lengths", *(["logprobs"] if logprobs else [])):
+            assert [each for part in parts for each in getattr(part, name)] == getattr(delta, name)
+        assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + [delta.finish_reason]
+        assert parts[-1].stop_reason == delta.stop_reason
+        if delta.finish_reason is not None:
+            break
+
+
+def test_what_is_on_a_requests_first_or_last_delta_stays_there():
+    delta = Delta(0, "ab", [4, 5], None, "stop", None, [7], [None], 3, Acceptance((1,), (1,)), None, [], [1, 1])
+    first, last = delta.by_token()
+    assert (first.prompt_token_ids, first.prompt_logprobs, first.cached_tokens, first.acceptance) == (
+        [7],
+        [None],
+        3,
+        None,
+    )
+    assert (last.prompt_token_ids, last.prompt_logprobs, last.cached_tokens) == (None, None, 0)
+    assert (last.acceptance, last.finish_reason) == (Acceptance((1,), (1,)), "stop")
+    alone = Delta(0, "", [], finish_reason="abort")
+    assert list(alone.by_token()) == [alone]
 
 
 def prompt_result(counts, values):

@@ -4,7 +4,10 @@ import asyncio
 import gc
 import logging
 import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from threading import Event
 
 import pytest
 from support.fake_rank import HashModel
@@ -12,7 +15,13 @@ from support.fake_rank import HashModel
 from raysonar.driver.engine import Engine
 from raysonar.driver.outputs import TokenLogprob
 from raysonar.driver.params import SamplingParams
-from raysonar.errors import ConfigurationError, EngineFailedError, InvalidRequestError, QueueFullError
+from raysonar.errors import (
+    ConfigurationError,
+    EngineFailedError,
+    InvalidRequestError,
+    QueueFullError,
+    TraceInProgressError,
+)
 from raysonar.model.tokenizer import Tokenizer
 
 PROMPT = "What is the capital of Peru?"
@@ -378,6 +387,75 @@ def test_a_failed_rank_ends_every_request_with_the_root_cause(start_engine, capl
         with pytest.raises(EngineFailedError, match="the device is on fire") as failed:
             call()
         assert failed.value.__cause__ is cause
+
+
+@pytest.mark.parametrize("plans_in_flight", [1, 2])
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_tokens_come_from_where_the_acceptance_says(start_engine, k, plans_in_flight):
+    engine = start_engine(k=k, plans_in_flight=plans_in_flight)
+    for result in engine.generate([PROMPT, [5, 6, 7]], params(max_tokens=40, **FREE)):
+        [completion] = result.completions
+        assert len(completion.origins) == len(completion.token_ids) == 40
+        assert completion.origins[0] == "plain"  # the prompt's last row has no drafts
+        origins = Counter(completion.origins)
+        lost = sum(result.acceptance.accepted) - origins["accepted"]  # by the limit, in the last step
+        assert 0 <= lost <= k
+        assert not k or origins["accepted"] > 0
+        if k == 1:
+            assert origins["bonus"] == origins["accepted"] - (completion.origins[-1] == "accepted")
+        if not k:
+            assert set(origins) == {"plain"}
+
+
+def test_streams_tell_where_tokens_come_from_as_generate_does(start_engine):
+    engine = start_engine(k=3)
+    [whole] = engine.generate([PROMPT], params(stop="never said"))
+    deltas = [delta for _, delta in engine.generate_stream([PROMPT], params(stop="never said"))]
+    assert [each for delta in deltas for each in delta.origins] == whole.completions[0].origins
+    assert [sum(delta.lengths) for delta in deltas] == [len(delta.text) for delta in deltas]
+
+
+@pytest.mark.parametrize("plans_in_flight", [1, 2])
+def test_so_many_steps_are_traced_as_were_asked_for(start_engine, plans_in_flight):
+    traced = []
+    engine = start_engine(before=lambda plan: traced.extend(plan.traced.tolist()), plans_in_flight=plans_in_flight)
+    with ThreadPoolExecutor(1) as pool:
+        trace = pool.submit(engine.trace_steps, 3, 30.0)
+        while not trace.done():
+            engine.generate([5], params(max_tokens=100, **FREE))
+    assert trace.result() == []
+    assert sum(traced) == 3
+    first = traced.index(1)
+    assert traced[first : first + 3] == [1, 1, 1]
+    engine.generate([5], params(**FREE))
+    assert sum(traced) == 3
+
+
+def test_a_trace_ends_when_no_step_comes_and_there_is_one_at_a_time(start_engine, tmp_path):
+    engine = start_engine()
+    with engine.trace(tmp_path / "trace.json"), pytest.raises(TraceInProgressError, match="traced already"):
+        engine.trace_steps(1, 30.0)
+    assert engine.trace_steps(1, 0.01) == []
+    with engine.trace(tmp_path / "trace.json"):
+        engine.generate([5], params(**FREE))
+
+
+def test_a_trace_of_so_many_steps_says_that_its_ranks_failed(start_engine):
+    """At once, and whether they failed in a traced step or before the next one was planned."""
+    tracing = Event()
+
+    def fail(plan):
+        if plan.traced[0]:
+            tracing.set()
+            raise MemoryError("the device is on fire")
+
+    engine = start_engine(before=fail, restarts=1)
+    with ThreadPoolExecutor(1) as pool:
+        trace = pool.submit(engine.trace_steps, 1, 60.0)
+        while not tracing.is_set():
+            engine.generate([5], params(**FREE))
+        with pytest.raises(EngineFailedError, match="failed under the trace"):
+            trace.result(30)
 
 
 def test_a_rank_that_fails_under_a_trace_ends_it_at_once(start_engine, tmp_path):

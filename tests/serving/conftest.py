@@ -1,6 +1,6 @@
 """One Serve for all tests of the service, serving a tiny random model over HTTP."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import httpx
@@ -12,6 +12,7 @@ from support.checkpoints import make_deepseek_v3
 from support.service import APPLICATION, MAX_ONGOING, MAX_WAITING, MODEL, SLOTS, Service, free_port
 
 from raysonar import Engine
+from raysonar.demo import TARGET
 from raysonar.serving import app
 from raysonar.serving.app import build_app
 
@@ -49,19 +50,38 @@ def service(folder: Path, ray_cluster: None) -> Iterator[Service]:
 
 @pytest.fixture(scope="session")
 def start_scripted(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Service]:
-    """Serve a scripted model beside the other one: its name, its chat template, options of the engine."""
+    """Serve a scripted model beside the other one: its name, its chat template, options of the engine and the
+    service."""
     for module in (fake_rank, scripted):
         cloudpickle.register_pickle_by_value(module)
 
-    def start(name: str, template: str, *, special: bool = False, **engine: object) -> Service:
+    def start(
+        name: str, template: str, *, special: bool = False, service_options: Mapping[str, object] = {}, **engine: object
+    ) -> Service:
         folder = scripted.make_folder(tmp_path_factory.mktemp("scripted") / name, template=template, special=special)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(app, "Driver", scripted.ScriptedDriver)
-            application = build_app({"engine": {"model": str(folder), **engine}, "max_ongoing_requests": 64})
+            options = {"max_ongoing_requests": 64, **service_options}
+            application = build_app({"engine": {"model": str(folder), **engine}, **options})
         serve.run(application, name=name, route_prefix=f"/{name}")
         return Service(f"{service.url}/{name}")
 
     return start
+
+
+@pytest.fixture(scope="session")
+def pair(service: Service) -> Service:
+    """The demo model on two ranks, each with requests of its own; every step that can be is run as two halves."""
+    engine = {
+        "model": str(TARGET),
+        "threads": 1,
+        "max_model_len": 256,
+        "scheduling": {"max_running": 4},
+        "speculation": {"tokens": 2},
+        "parallel": {"data": 2, "micro_batching": "always"},
+    }
+    serve.run(build_app({"engine": engine, "model_name": "pair"}), name="pair", route_prefix="/pair")
+    return Service(f"{service.url}/pair")
 
 
 @pytest.fixture

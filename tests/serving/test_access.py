@@ -83,7 +83,15 @@ def test_requests_with_a_key_of_the_file_are_answered(http: httpx.Client):
     "header", [None, "", "Bearer", f"Basic {KEY}", "Bearer sk-wrong", f"Bearer {KEY}x", "Bearer # ours", KEY]
 )
 @pytest.mark.parametrize(
-    ("method", "path"), [("POST", COMPLETIONS), ("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("GET", "/x")]
+    ("method", "path"),
+    [
+        ("POST", COMPLETIONS),
+        ("POST", "/v1/chat/completions"),
+        ("GET", "/v1/models"),
+        ("GET", "/v1/steps"),
+        ("POST", "/v1/steps/trace"),
+        ("GET", "/x"),
+    ],
 )
 def test_requests_without_one_are_401(guarded: str, header: str | None, method: str, path: str):
     headers = {} if header is None else {"Authorization": header}

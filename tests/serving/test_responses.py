@@ -1,6 +1,7 @@
 """Answers are the same whole and in pieces, however the deltas were cut."""
 
 import asyncio
+import itertools
 import json
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysonar.driver.outputs import Acceptance, Delta, FinishReason, TokenLogprob
+from raysonar.driver.outputs import Acceptance, Delta, FinishReason, Origin, TokenLogprob
 from raysonar.serving.generation import Vocabulary
 from raysonar.serving.ingress import _events
 from raysonar.serving.parsers import TOOL_FORMATS, AnswerFormat
@@ -20,10 +21,16 @@ from raysonar.serving.responses import Answer, ChatAnswer, CompletionAnswer
 VOCABULARY = Vocabulary([bytes([byte]) for byte in range(256)])
 TEXT = "Grüße, 東京 🙂!"
 PROMPT = "né"
+ORIGINS: tuple[Origin, ...] = ("plain", "accepted", "bonus", "recovered", "accepted")
 
 
 def logprob(token: int) -> TokenLogprob:
     return TokenLogprob(token, -token / 100, {65: -0.5, 66: float("-inf")})
+
+
+def origins_of(tokens: int) -> list[Origin]:
+    """Those that `deltas_of` gives so many tokens."""
+    return [ORIGINS[place % len(ORIGINS)] for place in range(tokens)]
 
 
 def deltas_of(
@@ -33,7 +40,8 @@ def deltas_of(
     tokens, news, start, told, first = list(text.encode()), [], 0, 0, True
     for cut in [*cuts, len(tokens)]:
         end = min(start + cut, len(tokens))
-        known = bytes(tokens[:end]).decode("utf-8", "ignore")
+        texts = [bytes(tokens[:at]).decode("utf-8", "ignore") for at in range(start, end + 1)]
+        known = texts[-1]
         last = end == len(tokens)
         for index in range(n):
             delta = Delta(
@@ -47,6 +55,8 @@ def deltas_of(
                 [None, *map(logprob, prompt.encode()[1:])] if first and logprobs else None,
                 1 if first else 0,
                 Acceptance((3, 2), (2, 1)) if last else None,
+                origins=origins_of(len(tokens))[start:end],
+                lengths=[len(after) - len(before) for before, after in itertools.pairwise(texts)],
             )
             first = False
             news.append((0, delta))
@@ -132,6 +142,38 @@ def test_a_completion_stream_adds_up_to_the_whole_answer(
         assert [text[start] for start in starts] == [char for char in text for _ in char.encode()]
 
 
+@given(cuts=cuttings, together=st.integers(1, 5), echo=st.booleans(), logprobs=st.booleans())
+def test_a_streams_events_say_of_each_token_where_it_comes_from(
+    cuts: list[int], together: int, echo: bool, logprobs: bool
+):
+    """An event a token, with the text that the token let out."""
+    expected = origins_of(len(TEXT.encode()))
+    given = {"return_token_origins": True, "n": 2}
+    completion = {**given, "echo": echo, "logprobs": 0 if logprobs else None}
+    for answer, whole in (
+        (
+            ChatAnswer(chat_body(**given, logprobs=logprobs, stream=True), VOCABULARY),
+            ChatAnswer(chat_body(**given), VOCABULARY),
+        ),
+        (
+            CompletionAnswer(completion_body(**completion, stream=True), VOCABULARY),
+            CompletionAnswer(completion_body(**completion), VOCABULARY),
+        ),
+    ):
+        news = deltas_of(2, cuts, logprobs)
+        chunks, all_of_it = streamed(answer, news, together), whole.whole(news)
+        for index in (0, 1):
+            choice: Any = all_of_it["choices"][index]  # type: ignore[index]
+            assert choice["token_origins"] == expected
+            parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == index]
+            told = [part for part in parts if part.get("token_origins")]
+            assert [part["token_origins"] for part in told] == [[origin] for origin in expected]
+            texts = [part["text"] if "text" in part else part["delta"].get("content", "") for part in told]
+            assert texts == [part for char in TEXT for part in [""] * (len(char.encode()) - 1) + [char]]
+            if logprobs:
+                assert all(part["logprobs"] for part in told)
+
+
 def test_an_echo_reaches_every_choice_of_its_own_prompt():
     body = completion_body(prompt=[list(b"one"), list(b"two")], n=2, echo=True)
     deltas = [
@@ -181,6 +223,21 @@ FORMATTED = (
     'Hm, é? </think>So:<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": "🙂"}<｜tool▁call▁end｜>'
     "<｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 )
+
+
+@given(cuts=st.lists(st.integers(1, 30), max_size=20), together=st.integers(1, 5), reasoning=st.booleans())
+def test_tokens_of_reasoning_calls_and_marks_come_from_somewhere_too(cuts: list[int], together: int, reasoning: bool):
+    """Also those whose text nobody sees."""
+    form = AnswerFormat(TOOL_FORMATS["deepseek_v3.1"], reasons=True)
+    news = deltas_of(1, cuts, False, text=FORMATTED, prompt="x<think>\n", reason="stop")
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    options = {"return_token_origins": True, "tools": tools, "include_reasoning": reasoning}
+    chunks = streamed(ChatAnswer(chat_body(**options, stream=True), VOCABULARY, form), news, together)
+    whole: Any = ChatAnswer(chat_body(**options), VOCABULARY, form).whole(news)
+    told = [chunk["choices"][0].get("token_origins", []) for chunk in chunks]
+    assert max(map(len, told)) == 1
+    expected = origins_of(len(FORMATTED.encode()))
+    assert [each for origins in told for each in origins] == whole["choices"][0]["token_origins"] == expected
 
 
 @given(n=st.integers(1, 3), cuts=st.lists(st.integers(1, 30), max_size=20), together=st.integers(1, 5))

@@ -76,6 +76,8 @@ def test_raysonar_serve_answers_and_leaves_nothing_behind(folder: Path, tmp_path
     with running(command, log) as process:
         poll(lambda: "Ctrl-C stops it." in log.read_text(), process, log)
         assert f"Serving {MODEL} at {url}/v1 (this machine only" in log.read_text()
+        assert f"In a browser: {url}/\n" in log.read_text()
+        assert "<title>raysonar</title>" in httpx.get(f"{url}/").text
         assert is_ready(url)
         body = {"model": MODEL, "prompt": "The", "max_tokens": 8, "ignore_eos": True}
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0)
