@@ -54,6 +54,8 @@ class Recovery:
             if pause(min(_FIRST_PAUSE_S * 2 ** (number - 2), _LONGEST_PAUSE_S) if number > 1 else 0.0):
                 return
             following = self._start()
+            if following is not None and pause(0.0):
+                return  # what ended the start was the close
 
     def _count(self) -> int:
         """Failures within the window, with the one just now."""

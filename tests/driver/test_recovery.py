@@ -7,9 +7,12 @@ from contextlib import aclosing
 
 import pytest
 
+from raysonar.config import RecoveryConfig
 from raysonar.driver import recovery as recovery_module
 from raysonar.driver.params import SamplingParams
+from raysonar.driver.recovery import Recovery
 from raysonar.errors import EngineFailedError, RequestFailedError
+from tests.support.fake_rank import FakeChannel, FakeRank, rank_info
 
 PROMPTS = [[n, n + 1, n + 2] for n in range(5, 17)]
 POISON = 300
@@ -319,3 +322,17 @@ def test_an_answer_that_cannot_be_given_out_fails_alone(start_engine, model, mon
         engine.generate(PROMPTS[3:5], params())
     assert engine.generate([PROMPTS[5]], params())[0].token_ids == model.continuation(PROMPTS[5], 40)
     assert_nothing_is_held(engine)
+
+
+def test_a_start_that_the_close_of_the_engine_ends_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+    info, closing = rank_info(), []
+    channel = FakeChannel(FakeRank(info=info, token_budget=8))
+
+    def end() -> Exception:
+        closing.append(True)
+        return EngineFailedError("the group was ended while it was being started")
+
+    channel.restart_error = end
+    Recovery(channel, info, RecoveryConfig(restarts=1)).restart(EngineFailedError("lost"), lambda _: bool(closing))
+    assert channel.restarts == 1
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
