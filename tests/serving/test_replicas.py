@@ -1,5 +1,6 @@
-"""Two replicas of the demo model: prompts go where their beginnings are computed."""
+"""Two replicas of the demo model: prompts go where their beginnings are computed, and the load stays even."""
 
+import asyncio
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -73,3 +74,20 @@ def test_more_is_found_in_the_caches_than_with_serves_own_router(start: Start, m
     counts = sorted(each.requests for each in by_replica)
     assert counts[0] >= REQUESTS * (GROUPS // 2)
     print(f"found: {sum(routed)} tokens, by default {sum(default)}; requests {counts}")
+
+
+def test_the_load_is_even_where_all_prompts_begin_alike(start: Start):
+    url = start("alike")
+    beginning = prompts()[0]
+
+    async def ask_all() -> list[int]:
+        async with httpx.AsyncClient(base_url=url, timeout=120, limits=httpx.Limits(max_connections=64)) as client:
+            bodies = [body(f"{beginning} {place}", 300) for place in range(32)]  # all of them at once
+            answers = await asyncio.gather(*(client.post("/v1/completions", json=each) for each in bodies))
+        return [answer.status_code for answer in answers]
+
+    warm_up = sum(each.requests for each in stats("alike"))
+    assert set(asyncio.run(ask_all())) == {200}
+    counts = [each.requests for each in stats("alike")]
+    assert sum(counts) == 32 + warm_up
+    assert max(counts) - min(counts) <= SLOTS // 2, counts

@@ -94,6 +94,20 @@ async def test_a_replica_with_much_more_to_do_is_left_alone():
 
 
 @run
+async def test_what_was_sent_counts_before_it_has_arrived():
+    made = Router(Replica("x"), Replica("y"))
+    replicas = {replica.replica_id.unique_id: replica.replica_id for replica in made.replicas}
+    assert await made.send(PROMPTS["a"]) == "x"
+    for _ in range(1 + SPREAD):
+        made.router.on_send_request(replicas["x"])
+    assert await made.send(PROMPTS["a"]) == "y"
+    for _ in range(2 + SPREAD):  # one more: a request that could not be sent has ended, too
+        made.router.on_request_completed(replicas["x"], "id")
+    made.router.on_send_request(replicas["y"])
+    assert await made.send(PROMPTS["a"]) == "x"
+
+
+@run
 async def test_what_is_gone_is_forgotten():
     made = Router(Replica("x"), Replica("y", 2))
     assert await made.send(PROMPTS["a"]) == "x"
