@@ -86,14 +86,17 @@ class MicroBatcher:
 
     def decide(self, plans: Sequence[StepPlan], rounds: int) -> tuple[Decision, NDArray[np.int64]]:
         """For a plan of each data-parallel row: the decision, and the plans' capacities."""
-        whole = capacities(plans, rounds, 1)
         if self.costs is None:
-            halves = 2 if self.policy == "always" else 1
             reason = Reason.NOT_PROFILED if self.policy == "auto" else Reason.CONFIGURED
-            return Decision(halves, reason), whole if halves == 1 else capacities(plans, rounds, 2)
-        in_halves = capacities(plans, rounds, 2)
+            return Decision(self._configured, reason), capacities(plans, rounds, self._configured)
+        whole, in_halves = (capacities(plans, rounds, halves) for halves in (1, 2))
         decision = self._decide(self.costs, plans, whole.max(1).tolist(), in_halves.max(1).tolist())
         return decision, whole if decision.halves == 1 else in_halves
+
+    @property
+    def _configured(self) -> int:
+        """The halves of a step that nothing is decided about."""
+        return 2 if self.policy == "always" else 1
 
     def _decide(self, costs: CostModel, plans: Sequence[StepPlan], whole: list[int], in_halves: list[int]) -> Decision:
         decoding = sum(int((1 + plan.row_drafts)[plan.row_samples].sum()) for plan in plans)
@@ -113,7 +116,7 @@ class MicroBatcher:
             return Decision(halves, reason, verify * factor[halves], draft * factor[halves], size, verify + draft)
 
         if self.policy != "auto":
-            return decision(2 if self.policy == "always" else 1, Reason.CONFIGURED)
+            return decision(self._configured, Reason.CONFIGURED)
         if in_halves[0] == whole[0]:
             return decision(1, Reason.ONE_ROW)
         best = min(expected, key=lambda halves: expected[halves])

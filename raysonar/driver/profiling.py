@@ -111,12 +111,12 @@ class _Steps:
             if number and time.perf_counter() > deadline:
                 break
             for size, steps in measured.items():
-                steps.traced.append(self._run_one(size, 1, Tracing.SETTLED)[:2])
-                _, verify_1, _ = self._run_one(size, 1)
-                _, verify_2, draft_1 = self._run_one(size, 2)
-                *_, draft_2 = self._run_one(size, 1)
-                steps.tried[1].append(verify_1 + draft_1)
-                steps.tried[2].append(verify_2 + draft_2)
+                _, whole, _ = self._run_one(size, 1)
+                _, split, draft_of_whole = self._run_one(size, 2)
+                number_traced, seconds, draft_of_split = self._run_one(size, 1, Tracing.SETTLED)
+                steps.tried[1].append(whole + draft_of_whole)
+                steps.tried[2].append(split + draft_of_split)
+                steps.traced.append((number_traced, seconds))
         return {size.total: steps for size, steps in measured.items()}
 
     def _run_one(self, size: _Rows, halves: int, tracing: Tracing = Tracing.OFF) -> tuple[int, float, float]:
