@@ -66,7 +66,7 @@ class OpenRequests:
         self._emitters |= emitters
         for request in requests:
             self._requests[request.id] = request
-            ready = request.answers if request.started else request.answers[:1]
+            ready = request.queued
             self.held_back += len(request.answers) - len(ready)
             for answer in request.answers:
                 answer.moments = Moments()
@@ -100,11 +100,10 @@ class OpenRequests:
     def fail(self, request: Request, cause: BaseException) -> None:
         """End a request with RequestFailedError."""
         for answer in request.answers:
-            if self._emitters.pop(answer, None) is not None and (request.started or answer is request.answers[0]):
+            if self._emitters.pop(answer, None) is not None and answer in request.queued:
                 self._scheduler.finish(answer)
             answer.finished = True
-        if not request.started:
-            self.held_back -= len(request.answers) - 1
+        self.held_back -= len(request.answers) - len(request.queued)
         if self._requests.pop(request.id, None) is not None:
             error = RequestFailedError(f"request {request.id} cannot be answered: {type(cause).__name__}: {cause}")
             error.__cause__ = cause
@@ -119,7 +118,7 @@ class OpenRequests:
         for answer, emitter in self._emitters.items():
             request = answer.request
             answer.rewind(len(request.prompt_token_ids) + emitter.tokens)
-            if request.started or answer is request.answers[0]:
+            if answer in request.queued:
                 self._scheduler.add(answer)
 
     def end(self, error: Callable[[], EngineFailedError]) -> None:

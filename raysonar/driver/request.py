@@ -135,6 +135,11 @@ class Request:
     """Whether its first delta is out."""
 
     @property
+    def queued(self) -> list[Answer]:
+        """The answers that have been queued: before the first delta is out, only the first."""
+        return self.answers if self.started else self.answers[:1]
+
+    @property
     def finished(self) -> bool:
         """Whether every answer is."""
         return all(answer.finished for answer in self.answers)

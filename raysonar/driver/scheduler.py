@@ -132,7 +132,7 @@ class Scheduler:
             return
         answer.finished = True
         if answer.slot >= 0:
-            self.pages.release(self.slots.release(answer))
+            self.withdraw(answer)
         else:
             self._waiting_count -= 1  # its place in the heap is skipped when it comes up
 

@@ -56,6 +56,10 @@ class Terms:
         """Whether the target's MTP module drafts."""
         return self.speculative_tokens > 0 and self.draft is None
 
+    def draft_on(self, place: Place) -> ModelFolder | None:
+        """The draft model's folder on the first rank of a data-parallel row, which has it whole; None elsewhere."""
+        return self.draft if place.tensor_rank == 0 else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
@@ -103,9 +107,11 @@ def build_rank(
         redundant_experts=redundant_experts(config.parallel),
         progress=progress,
     )
-    draft = None
-    if has_draft_model(terms, communicators[0].place):
-        draft = load_draft_model(terms, progress=progress)
+    draft, draft_folder = None, terms.draft_on(communicators[0].place)
+    if draft_folder is not None:  # in the target's dtype, whose batches it shares
+        draft = load_model(
+            draft_folder, dtype=terms.dtype, device=terms.device, max_positions=terms.max_model_len, progress=progress
+        ).target
     memory = allocate(config, terms, model, draft, communicators[0], terms.device)
     pages = memory.pages
     info = RankInfo(
@@ -134,19 +140,6 @@ def build_rank(
 def _wait_for_cuda() -> None:
     """Of the stream that computes, not of those that communicate."""
     torch.cuda.current_stream().synchronize()
-
-
-def has_draft_model(terms: Terms, place: Place) -> bool:
-    """A draft model is whole on the first rank of each data-parallel row, and nowhere else."""
-    return terms.draft is not None and place.tensor_rank == 0
-
-
-def load_draft_model(terms: Terms, *, progress: bool) -> Transformer:
-    """In the target's dtype, whose batches it shares."""
-    assert terms.draft is not None
-    return load_model(
-        terms.draft, dtype=terms.dtype, device=terms.device, max_positions=terms.max_model_len, progress=progress
-    ).target
 
 
 def redundant_experts(parallel: ParallelConfig) -> int | None:

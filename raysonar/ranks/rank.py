@@ -79,7 +79,7 @@ class Rank:
         with span("propose"):
             drafts, draft_scores = self._propose(layout, slots, starts)
             # fetched before the target is launched: behind it, they would be waited for until it is done
-            seen = layout.seen(drafts.tolist()) if self._sampling.grammars.cover(layout.slots) else []
+            seen = layout.seen(drafts.tolist()) if self._sampling.grammars.cover(layout.logit_slots) else []
         token_slots = self._upload(np.repeat(layout.slots, layout.tokens))
         all_positions = torch.cat([batch.positions for batch in batches])
         tokens_in = self._slots.tokens[token_slots, all_positions].long()

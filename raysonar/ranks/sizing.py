@@ -19,7 +19,6 @@ from raysonar.ranks.build import (
     Terms,
     allocate,
     check_split,
-    has_draft_model,
     parse_device,
     redundant_experts,
     settle,
@@ -223,9 +222,9 @@ def size_rank(config: EngineConfig, terms: Terms, place: Place) -> RankSize:
     draft, rotation = None, 0
     with torch.inference_mode():
         model = build_model(spec, weights, mtp=terms.mtp, max_positions=positions)
-        if has_draft_model(terms, place) and terms.draft is not None:
-            whole = _Ledger(terms.draft.spec, terms.dtype, Place(), kind="draft model")
-            draft = build_model(terms.draft.spec, whole, mtp=False, max_positions=positions).target
+        if (own := terms.draft_on(place)) is not None:
+            whole = _Ledger(own.spec, terms.dtype, Place(), kind="draft model")
+            draft = build_model(own.spec, whole, mtp=False, max_positions=positions).target
             weights.take(whole)
             rotation = draft.rotation.nbytes
         memory = allocate(config, terms, model, draft, weights.communicators[0], _META)

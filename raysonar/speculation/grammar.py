@@ -106,6 +106,7 @@ class GrammarCompiler:
         return _compiler_of(tuple(pieces), self._vocab, eos)
 
 
+@lru_cache(maxsize=64)
 def _ebnf(schema: str) -> str:
     """One way to write each value: free whitespace lets a model indent for ever, and costs drafts."""
     from xgrammar import Grammar as Rules
@@ -192,9 +193,9 @@ class GrammarTable:
 
     def prepare(self) -> None:
         """Have the masks that follow the accepted tokens ready, while a device is at work."""
-        if self._texts:
-            slots = np.fromiter(self._texts, np.int32)
-            self.masks(slots, [[]] * len(slots))
+        moved = [slot for slot, text in self._texts.items() if 0 not in text.masks and not text.ended]
+        if moved:
+            self.masks(np.array(moved, np.int32), [[]] * len(moved))
 
     def masks(self, slots: Ints, seen: Sequence[Sequence[int]]) -> Tensor:
         """Which tokens may follow.

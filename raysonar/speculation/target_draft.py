@@ -79,7 +79,8 @@ class LedDraft:
             drafts, scores = blank.drafts, blank.scores
         self._communicator.broadcast_over_row(drafts)
         self._share_scores(rows, scores, drafts)
-        _write(rows, drafts, tokens)
+        if self._own is None:  # who has proposed them has written them, too
+            _write(rows, drafts, tokens)
         return drafts, scores
 
     def refill(self, verified: Verified, tokens: torch.Tensor) -> None:
@@ -92,14 +93,13 @@ class LedDraft:
         if scores is None:
             self._communicator.broadcast_over_row(drafts.new_empty(0))
             return
-        rejecting = torch.from_numpy(np.flatnonzero(self._sampling.rules[rows.host_slots] == Rule.REJECTION))
-        own = scores[rejecting.to(scores.device)]
-        scores[rejecting.to(scores.device)] = self._communicator.broadcast_over_row(own)
+        rejecting = np.flatnonzero(self._sampling.rules[rows.host_slots] == Rule.REJECTION)
+        index = torch.from_numpy(rejecting).to(scores.device)
+        scores[index] = self._communicator.broadcast_over_row(scores[index])
 
 
 def _write(rows: DraftRows, drafts: torch.Tensor, tokens: torch.Tensor) -> None:
     """Put the drafts into the token table behind the known tokens."""
-    row = np.repeat(np.arange(len(rows.counts)), rows.counts)
-    number = np.arange(len(row)) - np.repeat(np.cumsum(rows.counts) - rows.counts, rows.counts)
+    row, number = np.nonzero(np.arange(drafts.shape[1]) < rows.counts[:, None])
     of, at = (torch.from_numpy(each).to(drafts.device) for each in (row, number))
     tokens[rows.slots[of], rows.starts[of] + 1 + at] = drafts[of, at].to(tokens.dtype)
