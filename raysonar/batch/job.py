@@ -90,9 +90,9 @@ class Job:
             before = self._progress.rows
             try:
                 await self._serve(replica, held)
+            except InputError:
+                raise
             except RaysonarError as error:
-                if isinstance(error, InputError):
-                    raise
                 await replica.close()
                 await self._supply.give_back([*held.values()])
                 losses = 1 if self._progress.rows > before else losses + 1

@@ -9,11 +9,10 @@ import json
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from raysonar.batch.outcome import Outcome
-from raysonar.batch.parts import pack, parts_in, sync_folder
+from raysonar.batch.parts import pack, parts_in, replacing
 from raysonar.batch.place import Place
 from raysonar.batch.rows import Row
 from raysonar.batch.writing import write_output
@@ -64,17 +63,18 @@ class Ledger:
         """Rows and failed rows of a job that has ended, else None."""
         header = self._folder.inside(_HEADER)
         known = json.loads(header.read()) if header.exists and not restart else None
-        if known is None and self._output.exists and not restart:
-            raise ConfigurationError(
-                f"{self._output} is there already, from no batch job; --restart replaces it, or give another output"
-            )
-        if known is not None and (other := _difference(known["job"], self._fingerprint)):
+        if known is None:
+            if self._output.exists and not restart:
+                raise ConfigurationError(
+                    f"{self._output} is there already, from no batch job; --restart replaces it, or give another output"
+                )
+        elif other := _difference(known["job"], self._fingerprint):
             raise ConfigurationError(
                 f"{self._output} belongs to another job ({other}); --restart forgets that one, or give another output"
             )
-        if known is not None and known["complete"] is None:
+        elif known["complete"] is None:
             return None
-        if known is not None and self._output.exists:
+        elif self._output.exists:
             return dict(known["complete"])
         self._parts.remove()  # before the header says whose parts these are
         self._write_header(None)
@@ -87,7 +87,8 @@ class Ledger:
         if local is None:
             header.files.pipe_file(header.path, data)
         else:
-            replace_file(local, data)
+            with replacing(local, local.with_name(_HEADER + ".new")) as file:
+                file.write(data)
 
     def pending(self, rows: Iterable[Row], done: list[int]) -> Iterator[Row]:
         """Those rows that are not done; counts the others in `done[0]`. Each must be given to `add` some time."""
@@ -196,14 +197,3 @@ def _difference(known: Mapping[str, Any], asked: Mapping[str, Any]) -> str | Non
             return f"{section}, {name}: {old.get(name)!r} there, {new.get(name)!r} here"
         return f"{section}: {old!r} there, {new!r} here"
     return None
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Write a whole file, durably and at once: a reader sees the old or the new one."""
-    fresh = path.with_name(path.name + ".new")
-    with fresh.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(fresh, path)
-    sync_folder(path.parent)

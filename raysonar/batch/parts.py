@@ -10,8 +10,10 @@ import threading
 import uuid
 import zlib
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from raysonar.batch.outcome import Outcome
 from raysonar.batch.place import Place
@@ -191,3 +193,17 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def replacing(path: Path, fresh: Path) -> Iterator[BinaryIO]:
+    """A file that replaces the one at `path`, durably and at once: a reader sees the old or the new one.
+
+    It is at `fresh`, on the same file system, until all is written.
+    """
+    with fresh.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(fresh, path)
+    sync_folder(path.parent)

@@ -7,7 +7,7 @@ from typing import Any, Protocol, cast
 from raysonar.batch.answers import DriverAnswers, EndpointAnswers, ReplicaError
 from raysonar.batch.outcome import Outcome
 from raysonar.batch.rows import Asking, Row
-from raysonar.config import EngineConfig, ServiceConfig
+from raysonar.config import EngineConfig, ReasoningParserName, ServiceConfig, ToolParserName
 from raysonar.errors import ConfigurationError, ModelFolderError
 from raysonar.serving.answering import Answering
 from raysonar.serving.app import driver_resources, model_name, on_device
@@ -80,38 +80,10 @@ def window_of(config: EngineConfig) -> int:
     return 2 * config.scheduling.max_running * config.parallel.data
 
 
-class EngineReplica:
-    """An engine in this process; also what a Ray actor runs."""
+class _Exchanging:
+    """What replicas share that answer rows in this process; `start` sets the exchange."""
 
-    def __init__(self, config: ServiceConfig, asking: Asking) -> None:
-        self._config, self._asking = config, asking
-        self._driver: Driver | None = None
-        self._exchange: Exchange | None = None
-
-    async def start(self) -> int:
-        config = self._config
-        name = model_name(config)
-        if self._driver is None:
-            self._driver = await asyncio.to_thread(Driver, config.engine, config.start_timeout_s, name, config.limits)
-        driver = self._driver
-        profile, vocabulary = driver.profile(), driver.vocabulary()
-
-        async def the_profile() -> Profile:
-            return profile
-
-        async def the_vocabulary() -> Vocabulary:
-            return vocabulary
-
-        answers = DriverAnswers(
-            stream=driver.stream,
-            answering=Answering(the_profile, the_vocabulary, config.tool_parser, config.reasoning_parser),
-            check=driver.check_health,
-            model=name,
-            chat=_chats(profile, self._asking),
-            asking=self._asking,
-        )
-        self._exchange = Exchange(answers)
-        return window_of(config.engine)
+    _exchange: Exchange | None = None
 
     async def exchange(self, rows: list[Row]) -> list[Outcome]:
         assert self._exchange is not None
@@ -120,9 +92,40 @@ class EngineReplica:
     async def close(self) -> None:
         if self._exchange is not None:
             await self._exchange.close()
+        self._exchange = None
+
+
+class EngineReplica(_Exchanging):
+    """An engine in this process; also what a Ray actor runs."""
+
+    def __init__(self, config: ServiceConfig, asking: Asking) -> None:
+        self._config, self._asking = config, asking
+        self._driver: Driver | None = None
+
+    async def start(self) -> int:
+        config = self._config
+        name = model_name(config)
+        if self._driver is None:
+            self._driver = await asyncio.to_thread(Driver, config.engine, config.start_timeout_s, name, config.limits)
+        driver = self._driver
+        answers = _driver_answers(
+            driver.profile(),
+            driver.vocabulary(),
+            config.tool_parser,
+            config.reasoning_parser,
+            stream=driver.stream,
+            check=driver.check_health,
+            model=name,
+            asking=self._asking,
+        )
+        self._exchange = Exchange(answers)
+        return window_of(config.engine)
+
+    async def close(self) -> None:
+        await super().close()
         if self._driver is not None:
             await asyncio.to_thread(self._driver.close)
-        self._driver = self._exchange = None
+        self._driver = None
 
 
 class ActorReplica:
@@ -175,36 +178,29 @@ class ActorReplica:
             await asyncio.to_thread(ray.kill, actor)
 
 
-class EndpointReplica:
+class EndpointReplica(_Exchanging):
     """A server with OpenAI's API."""
 
     def __init__(self, answers: EndpointAnswers, *, concurrency: int, model: str | None = None) -> None:
         """concurrency: requests at a time. model: as EndpointAnswers.start has it."""
         self._answers, self._concurrency, self._model = answers, concurrency, model
-        self._exchange: Exchange | None = None
 
     async def start(self) -> int:
         await self._answers.start(self._model)
         self._exchange = Exchange(self._answers)
         return 2 * self._concurrency  # as many again wait for a connection
 
-    async def exchange(self, rows: list[Row]) -> list[Outcome]:
-        assert self._exchange is not None
-        return await self._exchange(rows)
-
     async def close(self) -> None:
-        if self._exchange is not None:
-            await self._exchange.close()
+        await super().close()
         await self._answers.close()
 
 
-class ServeReplica:
+class ServeReplica(_Exchanging):
     """An application of ours that runs on this Ray cluster, by its handle."""
 
     def __init__(self, application: str, asking: Asking, *, concurrency: int) -> None:
         """concurrency: requests at a time."""
         self._application, self._asking, self._concurrency = application, asking, concurrency
-        self._exchange: Exchange | None = None
 
     async def start(self) -> int:
         from ray import serve
@@ -220,12 +216,6 @@ class ServeReplica:
         except (RayServeException, TimeoutError) as error:
             raise ConfigurationError(f"no application {self._application!r} of raysonar runs here: {error}") from error
 
-        async def the_profile() -> Profile:
-            return profile
-
-        async def the_vocabulary() -> Vocabulary:
-            return vocabulary
-
         async def stream(generation: Generation) -> AsyncGenerator[Batch]:
             batches = driver.options(stream=True).stream.remote(generation)
             try:
@@ -237,24 +227,35 @@ class ServeReplica:
         async def check() -> None:
             """A driver that is away comes back: Serve sees to it."""
 
-        answers = DriverAnswers(
-            stream=stream,
-            answering=Answering(the_profile, the_vocabulary, tools, reasoning),
-            check=check,
-            model=model,
-            chat=_chats(profile, self._asking),
-            asking=self._asking,
+        answers = _driver_answers(
+            profile, vocabulary, tools, reasoning, stream=stream, check=check, model=model, asking=self._asking
         )
         self._exchange = Exchange(answers)
         return self._concurrency
 
-    async def exchange(self, rows: list[Row]) -> list[Outcome]:
-        assert self._exchange is not None
-        return await self._exchange(rows)
 
-    async def close(self) -> None:
-        if self._exchange is not None:
-            await self._exchange.close()
+def _driver_answers(
+    profile: Profile,
+    vocabulary: Vocabulary,
+    tool_parser: ToolParserName,
+    reasoning_parser: ReasoningParserName,
+    *,
+    stream: Callable[[Generation], AsyncGenerator[Batch]],
+    check: Callable[[], Awaitable[None]],
+    model: str,
+    asking: Asking,
+) -> DriverAnswers:
+    """Answers of a driver whose `profile` and `vocabulary` are known. Raises ConfigurationError as _chats does."""
+
+    async def the_profile() -> Profile:
+        return profile
+
+    async def the_vocabulary() -> Vocabulary:
+        return vocabulary
+
+    answering = Answering(the_profile, the_vocabulary, tool_parser, reasoning_parser)
+    chat = _chats(profile, asking)
+    return DriverAnswers(stream=stream, answering=answering, check=check, model=model, chat=chat, asking=asking)
 
 
 def _chats(profile: Profile, asking: Asking) -> bool:

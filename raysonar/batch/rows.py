@@ -5,7 +5,7 @@ import io
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from raysonar.batch.place import Place
 from raysonar.driver.params import CONTINUATION
@@ -202,6 +202,3 @@ def _openai(record: dict[str, Any], fallback: str, asking: Asking) -> Request:
     if unknown := sorted(record.keys() - {"custom_id", "method", "url", "body"}):
         raise RowError(f"a row has custom_id, method, url and body; {', '.join(unknown)} is unknown")
     return Request(str(record.get("custom_id", fallback)), url, {**asking.defaults, **body})
-
-
-FORMATS: tuple[str, ...] = get_args(Format)

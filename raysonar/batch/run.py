@@ -103,9 +103,9 @@ def _parameters(by: Engines | Service, asking: Asking) -> dict[str, Any]:
 
 def _replicas(by: Engines | Service, asking: Asking) -> Sequence[Replica]:
     if isinstance(by, Engines):
-        if by.replicas == 1 and not _on_cluster(by):
-            return [EngineReplica(by.config, asking)]
-        return [ActorReplica(by.config, asking) for _ in range(by.replicas)]
+        if _needs_ray(by):
+            return [ActorReplica(by.config, asking) for _ in range(by.replicas)]
+        return [EngineReplica(by.config, asking)]
     if by.application is not None:
         return [ServeReplica(by.application, asking, concurrency=by.concurrency)]
     assert by.endpoint is not None
@@ -118,11 +118,16 @@ def _on_cluster(by: Engines | Service) -> bool:
     return by.address is not None or "RAY_ADDRESS" in os.environ
 
 
+def _needs_ray(by: Engines | Service) -> bool:
+    if isinstance(by, Engines):
+        return by.replicas > 1 or _on_cluster(by)
+    return by.application is not None
+
+
 @contextmanager
 def _cluster(by: Engines | Service) -> Iterator[None]:
     """Ray, where the job needs it."""
-    needed = by.replicas > 1 if isinstance(by, Engines) else by.application is not None
-    if not needed and not (isinstance(by, Engines) and _on_cluster(by)):
+    if not _needs_ray(by):
         yield
         return
     import ray

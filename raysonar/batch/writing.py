@@ -1,13 +1,13 @@
 """The output: OpenAI's batch rows as JSON lines, or the same as a Parquet table."""
 
 import json
-import os
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from raysonar.batch.outcome import Outcome
-from raysonar.batch.parts import sync_folder
+from raysonar.batch.parts import replacing
 from raysonar.batch.place import Place
 from raysonar.errors import ConfigurationError
 
@@ -27,13 +27,8 @@ def write_output(output: Place, folder: Place, outcomes: Iterator[Outcome]) -> N
         with output.files.open(output.path, "wb") as file:  # an object appears when it is closed
             write(file, outcomes)
         return
-    fresh = folder.inside("output.new").path
-    with open(fresh, "wb") as file:
+    with replacing(output.local, Path(folder.inside("output.new").path)) as file:
         write(file, outcomes)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(fresh, output.path)
-    sync_folder(output.local.parent)
 
 
 def _write_lines(file: Any, outcomes: Iterator[Outcome]) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysonar.cli.options import (
     Commands,
+    add_chat_options,
     add_engine_options,
     add_sampling_options,
     count,
@@ -42,13 +43,7 @@ def add_batch(commands: Commands) -> None:
     )
     files.add_argument("--ordered", action="store_true", help="keep the input's order (default: about that)")
     files.add_argument("--restart", action="store_true", help="begin anew, whatever an earlier run has done")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument(
-        "--chat",
-        action=argparse.BooleanOptionalAction,
-        help="take a prompt as a user's message (default: when the model has a chat template)",
-    )
-    form.add_argument("--raw", action="store_false", dest="chat", help="the same as --no-chat: continue the prompt")
+    add_chat_options(parser)
     _add_who(parser)
     add_sampling_options(parser, "of rows that do not say")
     add_engine_options(parser)
@@ -111,7 +106,7 @@ def _who(options: argparse.Namespace) -> "Engines | Service":
         application=options.serve_app,
         model=options.model_name,
         concurrency=options.concurrency or 64,
-        api_key=None if options.api_key_file is None else key_of(options.api_key_file),
+        api_key=key_of(options.api_key_file),
         address=options.address,
     )
 

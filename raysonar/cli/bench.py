@@ -8,13 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raysonar.cli.options import (
-    Commands,
-    add_engine_options,
-    count,
-    engine_values,
-    key_of,
-)
+from raysonar.cli.options import Commands, add_engine_options, count, engine_config, key_of
 from raysonar.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -128,7 +122,7 @@ def _serve(options: argparse.Namespace) -> None:
         timeout_s=options.timeout,
         parameters={"temperature": options.temperature, **({"ignore_eos": True} if options.ignore_eos else {})},
         model=options.model,
-        api_key=None if options.api_key_file is None else key_of(options.api_key_file),
+        api_key=key_of(options.api_key_file),
     )
 
     async def run() -> list["Record"]:
@@ -139,13 +133,11 @@ def _serve(options: argparse.Namespace) -> None:
 
 
 def _offline(options: argparse.Namespace) -> None:
-    from raysonar import demo
     from raysonar.bench.offline import run_offline
     from raysonar.bench.report import Objectives
-    from raysonar.config import parse_service_config
     from raysonar.driver.engine import Engine
 
-    config = parse_service_config({"engine": {"model": demo.TARGET, **engine_values(options)}}).engine
+    config = engine_config(options)
     samples = _samples(options)
     with Engine(config) as engine:
         chat = options.route == "chat"

@@ -6,17 +6,17 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raysonar import demo
 from raysonar.cli.options import (
     Commands,
+    add_chat_options,
     add_dry_run,
     add_engine_options,
     add_sampling_options,
     dry_run,
-    engine_values,
+    engine_config,
+    read_text,
     refuse_without_dry_run,
     sampling_values,
 )
@@ -59,13 +59,7 @@ def _add_generate_options(parser: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--input", metavar="FILE", default="-", help="a file with one prompt a line (default: -, the standard input)"
     )
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument(
-        "--chat",
-        action=argparse.BooleanOptionalAction,
-        help="take each prompt as a user's message (default: when the folder has a chat template)",
-    )
-    form.add_argument("--raw", action="store_false", dest="chat", help="the same as --no-chat: continue the prompt")
+    add_chat_options(parser)
     shape = add_sampling_options(parser).add_mutually_exclusive_group()
     shape.add_argument("--json-schema", metavar="FILE", help="the answer is JSON that is valid under this schema")
     shape.add_argument("--regex", metavar="PATTERN", help="the answer as a whole matches this")
@@ -74,13 +68,12 @@ def _add_generate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(options: argparse.Namespace) -> None:
-    from raysonar.config import parse_service_config
     from raysonar.driver.engine import Engine
     from raysonar.driver.params import SamplingParams
     from raysonar.ranks.start import start_ranks
 
     params = SamplingParams(**{"temperature": 0.0, **sampling_values(options), "grammar": _grammar(options)})
-    config = parse_service_config({"engine": {"model": demo.TARGET, **engine_values(options)}}).engine
+    config = engine_config(options)
     if options.dry_run:
         return dry_run(config, options)
     refuse_without_dry_run(options, "device_memory")
@@ -104,22 +97,15 @@ def _generate(options: argparse.Namespace) -> None:
 def _grammar(options: argparse.Namespace) -> Grammar | None:
     """What the answers must match."""
     if options.json_schema is not None:
-        return Grammar.json_schema(_read(options.json_schema, "the schema"), "json-schema")
+        return Grammar.json_schema(read_text(options.json_schema, "the schema"), "json-schema")
     return None if options.regex is None else Grammar.regex(options.regex, "regex")
-
-
-def _read(name: str, what: str) -> str:
-    try:
-        return Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"cannot read {what} from {name}: {error}") from error
 
 
 def _read_prompts(name: str) -> list[str]:
     """One prompt a line of a file, or of the standard input."""
     if name == "-" and (sys.stdin is None or sys.stdin.isatty()):
         raise ConfigurationError("no prompt: give --prompt TEXT, --input FILE, or prompts on the standard input")
-    text = sys.stdin.read() if name == "-" else _read(name, "prompts")
+    text = sys.stdin.read() if name == "-" else read_text(name, "prompts")
     prompts = [line for line in text.removeprefix("\ufeff").split("\n") if line.strip()]
     if not prompts:
         raise ConfigurationError(f"no prompt in {'the standard input' if name == '-' else name}")

@@ -44,6 +44,17 @@ def sampling_values(options: argparse.Namespace) -> dict[str, Any]:
     return given(options, *names.split(), "stop", "ignore_eos")
 
 
+def add_chat_options(parser: argparse.ArgumentParser) -> None:
+    """How a prompt is taken: `chat`, or None for as the model can."""
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        help="take a prompt as a user's message (default: when the model has a chat template)",
+    )
+    form.add_argument("--raw", action="store_false", dest="chat", help="the same as --no-chat: continue the prompt")
+
+
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """The group "engine"."""
     group = parser.add_argument_group("engine")
@@ -121,28 +132,28 @@ def count(text: str) -> int:
     return number
 
 
-def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Those options that were given."""
-    return {name: value for name in names if (value := getattr(options, name)) is not None}
+def given(options: argparse.Namespace, *names: str, **fields: str) -> dict[str, Any]:
+    """Those options that were given, by name or as another field (`field="option"`)."""
+    asked = {**{name: name for name in names}, **fields}
+    return {field: value for field, name in asked.items() if (value := getattr(options, name)) is not None}
 
 
 def engine_values(options: argparse.Namespace) -> dict[str, Any]:
     """EngineConfig's fields."""
-    speculation = (("draft", options.draft_model), ("tokens", options.speculative_tokens))
     return {
         **given(options, "model", "dtype", "device", "threads", "max_model_len"),
-        "speculation": {field: value for field, value in speculation if value is not None},
+        "speculation": given(options, draft="draft_model", tokens="speculative_tokens"),
         "scheduling": given(options, "max_running", "token_budget"),
-        "parallel": {
-            field: value
-            for field, value in (
-                ("tensor", options.tensor_parallel),
-                ("data", options.data_parallel),
-                ("micro_batching", options.micro_batching),
-            )
-            if value is not None
-        },
+        "parallel": given(options, "micro_batching", tensor="tensor_parallel", data="data_parallel"),
     }
+
+
+def engine_config(options: argparse.Namespace) -> "EngineConfig":
+    """Of the bundled demo model when no other was given. Raises ConfigurationError."""
+    from raysonar import demo
+    from raysonar.config import parse_service_config
+
+    return parse_service_config({"engine": {"model": demo.TARGET, **engine_values(options)}}).engine
 
 
 def dry_run(config: "EngineConfig", options: argparse.Namespace) -> None:
@@ -171,9 +182,14 @@ def overridden(values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def key_of(file: Path) -> str:
-    """The API key in a file. Raises ConfigurationError."""
+def read_text(file: str | Path, what: str) -> str:
+    """The UTF-8 text of a file; `what` it holds, in words. Raises ConfigurationError."""
     try:
-        return file.read_text(encoding="utf-8").strip()
+        return Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"cannot read the API key from {file}: {error}") from error
+        raise ConfigurationError(f"cannot read {what} from {file}: {error}") from error
+
+
+def key_of(file: Path | None) -> str | None:
+    """The API key in a file, if there is one. Raises ConfigurationError."""
+    return None if file is None else read_text(file, "the API key").strip()

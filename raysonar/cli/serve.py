@@ -58,12 +58,9 @@ def _serve(options: argparse.Namespace) -> None:
         setattr(options, name, os.path.abspath(path))  # Ray's processes have working directories of their own
     values: dict[str, Any] = {**given(options, "model_name", "api_keys_file"), "engine": engine_values(options)}
     if options.max_replicas is not None:
-        values["replicas"] = {
-            **({} if options.replicas is None else {"min": options.replicas}),
-            "max": options.max_replicas,
-        }
-    elif options.replicas is not None:
-        values["replicas"] = options.replicas
+        values["replicas"] = given(options, min="replicas", max="max_replicas")
+    else:
+        values |= given(options, "replicas")
     if not options.dry_run:
         refuse_without_dry_run(options, "config", "json", "device_memory")
         config = parse_service_config(with_demo_model(values))
