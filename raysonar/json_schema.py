@@ -4,7 +4,9 @@ Rules are xgrammar's, found by trying: what it ignores is refused here.
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import combinations, islice
 from typing import Any
 
@@ -57,6 +59,7 @@ _FORMATS = frozenset(
     "relative-json-pointer".split()
 )
 Schema = Mapping[str, Any]
+_ANYTHING: Schema = {}
 
 
 def check_schema(text: str, field: str) -> None:
@@ -78,8 +81,9 @@ def check_schema(text: str, field: str) -> None:
     schemas = list(islice(_subschemas(schema, "$"), MAX_SCHEMAS + 1))
     if len(schemas) > MAX_SCHEMAS:
         raise InvalidRequestError(f"{field}: the schema has more than {MAX_SCHEMAS} schemas in it", field)
+    apart = _Apart(schema)
     for path, each in schemas:
-        if (reason := _fault(each, schema)) is not None:
+        if (reason := _fault(each, apart)) is not None:
             raise InvalidRequestError(f"{field}: the schema cannot be kept exactly: {reason}, at {path}", field)
 
 
@@ -108,7 +112,7 @@ def _subschemas(schema: Any, path: str) -> Iterator[tuple[str, Schema]]:
             yield from _subschemas(each, f"{path}.{name}[{index}]")
 
 
-def _fault(schema: Schema, root: Schema) -> str | None:
+def _fault(schema: Schema, apart: "_Apart") -> str | None:
     """Why this one schema cannot be kept; None when it can."""
     for name in schema:
         if name in _UNSUPPORTED and schema[name] not in _HARMLESS.get(name, ()):
@@ -119,7 +123,7 @@ def _fault(schema: Schema, root: Schema) -> str | None:
     if sole and beside:
         return f"{beside[0]} beside {sole[0]} is not supported"
     if sole:
-        return _combination_fault(schema, root)
+        return _combination_fault(schema, apart)
     types = _types(schema)
     for name, wanted in _CONSTRAINTS.items():
         if name in schema and not set(wanted) & types and (name == "multipleOf" or not types):
@@ -144,13 +148,13 @@ def _fault(schema: Schema, root: Schema) -> str | None:
     return None
 
 
-def _combination_fault(schema: Schema, root: Schema) -> str | None:
+def _combination_fault(schema: Schema, apart: "_Apart") -> str | None:
     if "$ref" in schema and not (schema["$ref"] == "#" or schema["$ref"].startswith("#/")):
         return f'$ref must point into the schema ("#/..."), got {schema["$ref"]!r}'
     if len(schema.get("allOf", ())) > 1:
         return "allOf of several schemas is not supported; write them as one"
-    for one, other in combinations(schema.get("oneOf", ()), 2):
-        if not _disjoint(_resolved(one, root), _resolved(other, root), root):
+    for one, other in combinations(map(apart.facts, schema.get("oneOf", ())), 2):
+        if not apart.shown(one, other):
             return "oneOf of schemas that may both match is not supported; use anyOf, or tell them apart by a const"
     types = _types(schema)
     for value in [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else [])]:
@@ -183,31 +187,84 @@ def _type_of(value: Any) -> set[str]:
 
 
 def _resolved(schema: Any, root: Schema) -> Schema:
-    """What a $ref points at, followed a few times; {} for what is no object."""
+    """What a $ref points at, followed a few times; `_ANYTHING` for what is no object."""
     for _ in range(8):
         if not (isinstance(schema, Mapping) and isinstance(schema.get("$ref"), str)):
             break
         target: Any = root
         for step in schema["$ref"].split("/")[1:]:
-            target = target.get(step.replace("~1", "/").replace("~0", "~"), {}) if isinstance(target, Mapping) else {}
+            name = step.replace("~1", "/").replace("~0", "~")
+            target = target.get(name, _ANYTHING) if isinstance(target, Mapping) else _ANYTHING
         schema = target
-    return schema if isinstance(schema, Mapping) else {}
+    return schema if isinstance(schema, Mapping) else _ANYTHING
 
 
-def _disjoint(one: Schema, other: Schema, root: Schema) -> bool:
-    """Whether no value is valid under both, as far as types, constants and required properties show it."""
-    mine, others = _values(one), _values(other)
-    if mine is not None and others is not None:
-        return not mine & others
-    types, other_types = _possible_types(one), _possible_types(other)
-    if types and other_types and not types & other_types:
-        return True
-    common = set(one.get("required", ())) & set(other.get("required", ()))
-    return types == other_types == {"object"} and any(
-        _disjoint(_resolved(one["properties"][name], root), _resolved(other["properties"][name], root), root)
-        for name in common
-        if name in one.get("properties", {}) and name in other.get("properties", {})
-    )
+@dataclass(frozen=True, eq=False)
+class _Facts:
+    """What may tell a schema's values from another's."""
+
+    values: set[str] | None
+    types: set[str]
+    required: Mapping[str, Any]
+    """The schemas of an object's required properties."""
+
+    def differ(self, other: "_Facts") -> bool:
+        """Whether no value is valid under both, without a look at their properties."""
+        if self.values is not None and other.values is not None:
+            return not self.values & other.values
+        return bool(self.types and other.types) and not self.types & other.types
+
+
+class _Apart:
+    """Of which schemas no value is valid under both, as far as types, constants and required properties show it."""
+
+    def __init__(self, root: Schema) -> None:
+        self._root = root
+        self._facts: dict[int, _Facts] = {}  # by the identity of a schema, which the root keeps
+        self._shown: dict[tuple[_Facts, _Facts], bool] = {}
+
+    def facts(self, schema: Any) -> _Facts:
+        """Of a schema, or of what its $ref points at."""
+        if id(schema) not in self._facts:
+            target = _resolved(schema, self._root)
+            if id(target) not in self._facts:
+                self._facts[id(target)] = _facts(target)
+            self._facts[id(schema)] = self._facts[id(target)]
+        return self._facts[id(schema)]
+
+    def shown(self, one: _Facts, other: _Facts) -> bool:
+        """Each pair is looked at once, without recursion: schemas may be recursive, and chains of them long."""
+        if one.differ(other):
+            return True
+        holders: dict[tuple[_Facts, _Facts], list[tuple[_Facts, _Facts]]] = defaultdict(list)
+        asked, apart = [(one, other)], []
+        while asked:
+            pair = asked.pop()
+            if pair not in self._shown:
+                self._shown[pair] = pair[0].differ(pair[1])
+                for inner in [] if self._shown[pair] else self._properties(*pair):
+                    holders[inner].append(pair)
+                    asked.append(inner)
+            if self._shown[pair]:
+                apart.append(pair)
+        while apart:
+            for holder in holders.pop(apart.pop(), ()):
+                self._shown[holder] = True
+                apart.append(holder)
+        return self._shown[one, other]
+
+    def _properties(self, one: _Facts, other: _Facts) -> list[tuple[_Facts, _Facts]]:
+        """The pairs of which one that is apart suffices."""
+        if one.values is not None and other.values is not None:
+            return []
+        common = one.required.keys() & other.required.keys()
+        return [(self.facts(one.required[name]), self.facts(other.required[name])) for name in common]
+
+
+def _facts(schema: Schema) -> _Facts:
+    types, properties = _possible_types(schema), schema.get("properties", {})
+    names = schema.get("required", ()) if types == {"object"} else ()
+    return _Facts(_values(schema), types, {name: properties[name] for name in names if name in properties})
 
 
 def _values(schema: Schema) -> set[str] | None:

@@ -100,6 +100,73 @@ def test_what_is_no_schema_is_refused(schema: str, words: str):
     assert words in str(refused.value)
 
 
+def wrapped(schema: Any, *names: str) -> dict[str, Any]:
+    """An object that must have these properties, all of one schema."""
+    return {"type": "object", "properties": dict.fromkeys(names, schema), "required": [*names]}
+
+
+def either(definitions: dict[str, Any], one: str = "a", other: str = "b") -> dict[str, Any]:
+    return {"$defs": definitions, "oneOf": [{"$ref": f"#/$defs/{name}"} for name in (one, other)]}
+
+
+def chain(levels: int, end: Any, *names: str, side: str = "") -> dict[str, Any]:
+    """Definitions of objects, each of which holds the next one."""
+    links = {f"{side}{i}": wrapped({"$ref": f"#/$defs/{side}{i + 1}"}, *names) for i in range(levels)}
+    return {**links, f"{side}{levels}": end}
+
+
+TWINS = {name: wrapped({"$ref": f"#/$defs/{name}"}, "x") for name in ("a", "b")}
+CROSSED = {"a": wrapped({"$ref": "#/$defs/b"}, "x"), "b": wrapped({"$ref": "#/$defs/a"}, "x")}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        either(TWINS, "a", "a"),
+        either(TWINS),
+        either(CROSSED),
+        either(chain(40, {"type": "string"}, "x", "y"), "0", "0"),
+        either(chain(40, {}, "x", "y", side="a") | chain(40, {}, "x", "y", side="b"), "a0", "b0"),
+    ],
+    ids=["itself", "twins", "crossed", "itself in a chain", "two chains"],
+)
+def test_recursive_and_chained_schemas_that_nothing_tells_apart_are_refused(schema: dict[str, Any]):
+    with pytest.raises(InvalidRequestError, match="oneOf of schemas that may both match"):
+        Grammar.json_schema(schema)
+
+
+def told_apart_in_a_loop() -> dict[str, Any]:
+    """Each holds the other one, and a constant."""
+    one, other = (wrapped({"$ref": f"#/$defs/{name}"}, "x") for name in "ba")
+    for place, each in enumerate((one, other)):
+        each["properties"]["kind"] = wrapped({"const": place}, "is")
+        each["required"].append("kind")
+    return either({"a": one, "b": other})
+
+
+def nested(name: str) -> dict[str, Any]:
+    """A constant within 20 objects."""
+    schema: dict[str, Any] = {"const": name}
+    for _ in range(20):
+        schema = wrapped(schema, "in")
+    return schema
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"oneOf": [nested(name) for name in "abc"]},
+        told_apart_in_a_loop(),
+        either(chain(40, {"const": 1}, "x", "y", side="a") | chain(40, {"const": 2}, "x", "y", side="b"), "a0", "b0"),
+        either(chain(300, {"type": "null"}, "x", side="a") | chain(300, {"type": "string"}, "x", side="b"), "a0", "b0"),
+        {"oneOf": [wrapped({"const": i}, "kind") for i in range(300)]},
+    ],
+    ids=["nested", "in a loop", "ends of chains", "ends of long chains", "many"],
+)
+def test_what_is_told_apart_however_deep_inside_is_taken(schema: dict[str, Any]):
+    assert json.loads(Grammar.json_schema(schema).text) == schema
+
+
 @pytest.mark.parametrize("choices", [[], [""], ["a", 1], "abc"])
 def test_choices_are_texts(choices: object):
     with pytest.raises(InvalidRequestError, match="guided_choice must be a list of non-empty strings"):
