@@ -3,6 +3,9 @@
 from collections import Counter, deque
 from dataclasses import dataclass
 
+KEPT_STEPS = 1024
+"""Whose records an engine has."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
@@ -83,7 +86,7 @@ class Decisions:
 class StepLog:
     """The last `size` step records."""
 
-    def __init__(self, size: int = 1024) -> None:
+    def __init__(self, size: int = KEPT_STEPS) -> None:
         self._records: deque[StepRecord] = deque(maxlen=size)
 
     def append(self, record: StepRecord) -> None:

@@ -1,5 +1,6 @@
 """From a checked body to what the driver is asked for, and to the answer that its deltas make."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
@@ -27,7 +28,7 @@ class Answering:
 
         Raises InvalidRequestError, naming the parameter, and what `profile` and `vocabulary` raise.
         """
-        params = body.sampling()
+        params = await asyncio.to_thread(body.sampling) if body.asked else body.sampling()  # a schema takes its time
         if isinstance(body, ChatBody):
             return await self._begin_chat(body, params)
         assert isinstance(body, CompletionBody)
@@ -39,7 +40,7 @@ class Answering:
         if form.spelt:
             params = replace(params, skip_special_tokens=False)
         if form.tools and form.held:
-            params = replace(params, grammar=calls_grammar(form.tools, body))
+            params = replace(params, grammar=await asyncio.to_thread(calls_grammar, form.tools, body))
         answer = ChatAnswer(body, await self.vocabulary() if body.needs_vocabulary or form.reasons else None, form)
         whole, thinking = not body.stream, answer.thinking
         return answer, Generation(answer.id, body.prompts, params, body.priority, whole, thinking)

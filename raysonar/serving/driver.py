@@ -17,11 +17,11 @@ from raysonar.observe.chrome import RankTimeline
 from raysonar.observe.counters import EngineStats
 from raysonar.observe.metrics import engine_readings
 from raysonar.observe.steps import StepRecord
-from raysonar.serving.generation import Batch, Chat, Generation, Profile, Prompt, Vocabulary
+from raysonar.serving.generation import Batch, Chat, Generation, Profile, Prompt, Vocabulary, begins_thinking
 from raysonar.serving.held import reasoned
 from raysonar.serving.lengths import Lengths
 from raysonar.serving.metrics import RayExporter, Source, replica_labels
-from raysonar.serving.parsers import TAIL_TOKENS, opens_reasoning, reasons, tool_format_of
+from raysonar.serving.parsers import reasons, tool_format_of
 from raysonar.serving.problems import Problem, problem_of, unavailable
 from raysonar.serving.senders import Senders
 
@@ -84,10 +84,11 @@ class Driver:
     ) -> AsyncGenerator[Batch]:
         """What the prompts' pumps put into `news`, until all have ended."""
         self._streams += 1
+        finished = generation.finished
         pumps = [
             asyncio.create_task(self._pump(news, generation, place, prompt))
             for place, prompt in enumerate(generation.prompts)
-            if place not in generation.finished
+            if place not in finished
         ]
         try:
             running, held = len(pumps), list[tuple[int, Delta]]()
@@ -147,11 +148,10 @@ class Driver:
     def _behind_reasoning(self, generation: Generation, prompt: list[int]) -> SamplingParams:
         """The request's parameters, with room for reasoning in their grammar where the prompt ends inside of it."""
         params = generation.params
-        if params.grammar is None or generation.thinking == "never":
+        if params.grammar is None:
             return params
-        tail = b"".join(map(self._engine.tokenizer.token_bytes, prompt[-TAIL_TOKENS:])).decode("utf-8", "replace")
-        opened = generation.thinking == "at once" or opens_reasoning(tail)
-        return replace(params, grammar=reasoned(params.grammar)) if opened else params
+        thinks = begins_thinking(generation.thinking, prompt, self._engine.tokenizer.token_bytes)
+        return replace(params, grammar=reasoned(params.grammar)) if thinks else params
 
     def _token_ids(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
         """`add_special_tokens`: what the tokenizer adds around a text; a chat template writes all that there is."""

@@ -1,13 +1,13 @@
 """What crosses between the ingress and the driver deployment: plain data only."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from raysonar.driver.outputs import Delta
 from raysonar.driver.params import SamplingParams
 from raysonar.driver.request import Progress
-from raysonar.serving.parsers import ToolFormatName
+from raysonar.serving.parsers import TAIL_TOKENS, ToolFormatName, opens_reasoning
 from raysonar.serving.problems import Problem
 from raysonar.serving.senders import Sender
 
@@ -84,5 +84,14 @@ class Vocabulary:
         return b"".join(self.tokens[token_id] for token_id in token_ids).decode("utf-8", "replace")
 
 
-Batch = list[tuple[int, Delta]] | Problem
-"""Deltas that were ready together, each with its prompt's place in the request; a Problem ends the stream."""
+Deltas = list[tuple[int, Delta]]
+"""That were ready together, each with its prompt's place in the request."""
+Batch = Deltas | Problem
+"""A Problem ends the stream."""
+
+
+def begins_thinking(thinking: Thinking, prompt: list[int], bytes_of: Callable[[int], bytes]) -> bool:
+    """Whether the answer to these tokens begins inside of reasoning; `bytes_of` a token."""
+    if thinking != "as prompted":
+        return thinking == "at once"
+    return opens_reasoning(b"".join(map(bytes_of, prompt[-TAIL_TOKENS:])).decode("utf-8", "replace"))

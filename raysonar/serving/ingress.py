@@ -13,7 +13,6 @@ from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from ray import serve
-from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 from starlette.exceptions import HTTPException
 
@@ -24,7 +23,7 @@ from raysonar.serving.answering import Answering
 from raysonar.serving.asleep import is_asleep
 from raysonar.serving.body import Body
 from raysonar.serving.deadlines import shorter, within
-from raysonar.serving.generation import Generation, Profile, Vocabulary
+from raysonar.serving.generation import Deltas, Generation, Profile, Vocabulary
 from raysonar.serving.journal import Entry, Journal
 from raysonar.serving.metrics import CONTENT_TYPE, RayExporter, Source, StatusCounter, exposition, replica_labels
 from raysonar.serving.openapi import document
@@ -37,8 +36,9 @@ from raysonar.serving.problems import (
     unavailable,
 )
 from raysonar.serving.protocol import ChatBody, CompletionBody, GenerationBody
+from raysonar.serving.replicas import answers_of_all
 from raysonar.serving.responses import Answer, event
-from raysonar.serving.resuming import Deltas, asked, resumed
+from raysonar.serving.resuming import asked, resumed
 from raysonar.serving.senders import Sender
 from raysonar.serving.steps import Steps
 from raysonar.serving.tokens import DetokenizeBody, TokenizeBody
@@ -140,11 +140,7 @@ class Ingress:
     async def metrics(self) -> Response:
         """Prometheus' text format: the figures of every driver that answers, and this ingress's own."""
         try:
-            reports = await self._driver.broadcast("report").results_async(
-                timeout_s=PROBE_TIMEOUT_S, return_exceptions=True
-            )
-        except DeploymentUnavailableError:  # there is none now
-            reports = []
+            reports = await answers_of_all(self._driver, "report", timeout_s=PROBE_TIMEOUT_S)
         except Exception:
             logger.exception("No driver reports its metrics")
             reports = []

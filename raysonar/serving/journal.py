@@ -3,19 +3,19 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-from raysonar.driver.outputs import Acceptance, Delta
 from raysonar.errors import ConfigurationError
 from raysonar.observe.answers import Moments
+from raysonar.serving.generation import Deltas
 from raysonar.serving.problems import problem_of
+from raysonar.serving.responses import Usage
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
-Deltas = list[tuple[int, Delta]]
 _EXPORT_MS = 1000.0
 logger = logging.getLogger("ray.serve")
 
@@ -32,20 +32,15 @@ class Entry:
         self.moments: list[Moments] = []
         """Of each answer that has ended."""
         self._id, self._api_key = request_id, api_key
-        self._prompt = self._cached = self._answered = 0
-        self._acceptance = Acceptance()
+        self._usage = Usage()
         self._reasons: list[str] = []
 
-    def add(self, batch: Iterable[tuple[int, Delta]]) -> None:
+    def add(self, batch: Deltas) -> None:
         """Count deltas that go to the client."""
         for _, delta in batch:
-            self._answered += len(delta.token_ids)
-            if delta.prompt_token_ids is not None:
-                self._prompt += len(delta.prompt_token_ids)
-                self._cached += delta.cached_tokens
+            self._usage.add(delta)
             if delta.finish_reason is not None:
                 self._reasons.append(delta.finish_reason)
-                self._acceptance += delta.acceptance or Acceptance()
                 self.moments += [] if delta.moments is None else [delta.moments]
 
     def fields(self) -> dict[str, str | int | float]:
@@ -55,11 +50,11 @@ class Entry:
             "outcome": self.outcome,
             "finish_reasons": ",".join(self._reasons),
             "api_key": self._api_key,
-            "prompt_tokens": self._prompt,
-            "cached_tokens": self._cached,
-            "answer_tokens": self._answered,
-            "drafted_tokens": sum(self._acceptance.drafted),
-            "accepted_tokens": sum(self._acceptance.accepted),
+            "prompt_tokens": self._usage.prompt,
+            "cached_tokens": self._usage.cached,
+            "answer_tokens": self._usage.completion,
+            "drafted_tokens": sum(self._usage.acceptance.drafted),
+            "accepted_tokens": sum(self._usage.acceptance.accepted),
             "queue_seconds": _most(moments.queue_seconds for moments in self.moments),
             "first_token_seconds": _most(moments.first_token_seconds for moments in self.moments),
             "seconds": round((self.ended_ns - self.began_ns) / 1e9, 6),

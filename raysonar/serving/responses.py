@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from raysonar.driver.outputs import Acceptance, Delta, TokenLogprob
 from raysonar.serving.choices import ChoiceReader, Piece
-from raysonar.serving.generation import Thinking, Vocabulary
-from raysonar.serving.parsers import TAIL_TOKENS, AnswerFormat, is_thinking, opens_reasoning
+from raysonar.serving.generation import Thinking, Vocabulary, begins_thinking
+from raysonar.serving.parsers import AnswerFormat, is_thinking
 from raysonar.serving.protocol import ChatBody, CompletionBody, GenerationBody
 
 Json = dict[str, object]
@@ -209,7 +209,7 @@ class ChatAnswer(Answer):
             yield piece
             return
         if delta.prompt_token_ids is not None:
-            self._opened = self._form.reasons and self._ends_in_reasoning(delta.prompt_token_ids)
+            self._opened = begins_thinking(self.thinking, delta.prompt_token_ids, self._vocabulary.tokens.__getitem__)
         if piece.index not in self._readers:
             self._readers[piece.index] = ChoiceReader(
                 self._form,
@@ -222,10 +222,6 @@ class ChatAnswer(Answer):
             tokens = [self._vocabulary.tokens[token] for token in delta.token_ids]
             self._usage.reasoning += reader.reasoning_tokens(tokens)
         yield from reader.pieces(piece)
-
-    def _ends_in_reasoning(self, prompt: list[int]) -> bool:
-        """By what the chat template wrote last, or the message that goes on."""
-        return self.thinking == "at once" or opens_reasoning(self._vocabulary.decode(prompt[-TAIL_TOKENS:]))
 
     def _chunk_choice(self, piece: Piece) -> Json:
         delta: Json = {}

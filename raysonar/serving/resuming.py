@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, RayServeException, RequestCancelledError
 
-from raysonar.driver.outputs import Delta
 from raysonar.driver.request import Progress
-from raysonar.serving.generation import Batch, Generation
+from raysonar.serving.generation import Batch, Deltas, Generation
 from raysonar.serving.problems import Problem, ProblemError
 
 RESENDS = 6
@@ -21,7 +20,6 @@ _FIRST_PAUSE_S = 0.25
 """Before it is sent again; twice as long each time. Serve takes some seconds to replace a driver that is not well."""
 
 Value = TypeVar("Value")
-Deltas = list[tuple[int, Delta]]
 Open = Callable[[Generation], Any]
 """Sends a generation to a driver; returns its batches, which `cancel` stops."""
 logger = logging.getLogger("ray.serve")

@@ -7,17 +7,16 @@ from dataclasses import asdict
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
-from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from raysonar.observe.chrome import trace_of
+from raysonar.observe.steps import KEPT_STEPS
 from raysonar.serving.body import Body
 from raysonar.serving.problems import Problem, ProblemError
+from raysonar.serving.replicas import answers_of_all
 
 Value = TypeVar("Value")
 
-KEPT_STEPS = 1024
-"""Whose records an engine has."""
 ANSWER_TIMEOUT_S = 5.0
 """An engine that does not tell its steps for this long is left out."""
 _TRACE_GRACE_S = 15.0
@@ -67,11 +66,7 @@ class Steps:
 
     async def _all(self, kind: type[Value], method: str, *args: object, timeout_s: float) -> list[Value]:
         """What the replicas answer that can; there may be none. Raises what one of them raises when none can."""
-        try:
-            broadcast = self._driver.broadcast(method, *args)
-            answers: list[Any] = await broadcast.results_async(timeout_s=timeout_s, return_exceptions=True)
-        except DeploymentUnavailableError:
-            return []
+        answers = await answers_of_all(self._driver, method, *args, timeout_s=timeout_s)
         told = [each for each in answers if isinstance(each, kind)]
         if answers and not told:
             raise ProblemError(answers[0]) if isinstance(answers[0], Problem) else answers[0]
