@@ -91,13 +91,14 @@ def ray_nodes(hosts: Hosts, folder: Path, cpus: int, **environment: str) -> Iter
             log = folder / f"node-{number}.log"
             node = hosts.start(number, [str(RAY), "start", *own, *common], log, **settings)
             stack.callback(end, node)
-            _await(log, "Ray runtime started", node)  # one after the other: nodes that start together race
+            await_node(log, node)  # one after the other: nodes that start together race
         yield head
 
 
-def _await(log: Path, sign: str, process: subprocess.Popen[bytes], seconds: float = 120.0) -> None:
+def await_node(log: Path, process: subprocess.Popen[bytes], seconds: float = 120.0) -> None:
+    """Until a Ray node that logs there has started; AssertionError when it has ended or takes longer."""
     deadline = time.monotonic() + seconds
-    while sign not in log.read_text():
+    while "Ray runtime started" not in log.read_text():
         assert process.poll() is None, f"a Ray node ended: {log.read_text()}"
         assert time.monotonic() < deadline, f"a Ray node did not start: {log.read_text()}"
         time.sleep(0.1)

@@ -27,10 +27,17 @@ def logprobs(folder: Path, **layout: Any) -> list[list[TokenLogprob]]:
     return [[entry for entry in (*(r.prompt_logprobs or []), *(r.logprobs or [])) if entry] for r in results]
 
 
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[list[TokenLogprob]]:
+    """Of one rank."""
+    return logprobs(folder)
+
+
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize(("tensor", "data"), [(1, 2), (2, 1), (2, 2), (1, 4)])
-def test_logits_of_a_group_are_those_of_one_rank(folder: Path, tensor: int, data: int) -> None:
-    alone = logprobs(folder)
+def test_logits_of_a_group_are_those_of_one_rank(
+    folder: Path, alone: list[list[TokenLogprob]], tensor: int, data: int
+) -> None:
     group = logprobs(folder, tensor_parallel=tensor, data_parallel=data, micro_batching="always")
     assert [len(row) for row in alone] == [len(prompt) - 1 + 6 for prompt in PROMPTS]
     for ours, theirs in zip(group, alone, strict=True):

@@ -139,13 +139,19 @@ def test_the_prefix_cache_is_hit_and_leaves_text_and_acceptance_as_they_are(spec
     assert stats.prefix_hit_tokens == sum(r.cached_tokens for r in second + third)
 
 
+def with_logprobs(**speculation: Any) -> list[GenerationResult]:
+    with engine(**speculation) as made:
+        return made.generate(prompts(), greedy(logprobs=3, prompt_logprobs=2))
+
+
+@cache
+def plain_with_logprobs() -> list[GenerationResult]:
+    return with_logprobs(speculative_tokens=0)
+
+
 @pytest.mark.parametrize("speculation", [*mtp(4), *drafted(4)])
 def test_logprobs_are_the_same_at_every_verified_position(speculation: dict[str, Any]) -> None:
-    results = []
-    for each in ({"speculative_tokens": 0}, speculation):
-        with engine(**each) as made:
-            results.append(made.generate(prompts(), greedy(logprobs=3, prompt_logprobs=2)))
-    for plain, speculated in zip(*results, strict=True):
+    for plain, speculated in zip(plain_with_logprobs(), with_logprobs(**speculation), strict=True):
         assert plain.token_ids == speculated.token_ids
         assert plain.logprobs is not None
         assert speculated.logprobs is not None

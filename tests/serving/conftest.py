@@ -9,7 +9,7 @@ import pytest
 from ray import cloudpickle, serve
 from support import fake_rank, scripted
 from support.checkpoints import make_deepseek_v3
-from support.service import APPLICATION, MAX_ONGOING, MAX_WAITING, MODEL, SLOTS, Service, free_port
+from support.service import APPLICATION, MAX_ONGOING, MAX_WAITING, MODEL, SLOTS, Deploy, Service, free_port
 
 from raysonar import Engine
 from raysonar.demo import TARGET
@@ -48,8 +48,23 @@ def service(folder: Path, ray_cluster: None) -> Iterator[Service]:
         serve.shutdown()
 
 
-@pytest.fixture(scope="session")
-def start_scripted(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Service]:
+@pytest.fixture(scope="module")
+def deploy(service: Service) -> Iterator[Deploy]:
+    """Serve an application under its name, beside the tests' common one, until the module's tests are done."""
+    names: set[str] = set()
+
+    def deploy(name: str, application: serve.Application) -> Service:
+        names.add(name)
+        serve.run(application, name=name, route_prefix=f"/{name}")
+        return Service(f"{service.url}/{name}", name)
+
+    yield deploy
+    for name in names:
+        serve.delete(name)
+
+
+@pytest.fixture(scope="module")
+def start_scripted(deploy: Deploy, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Service]:
     """Serve a scripted model beside the other one: its name, its chat template, options of the engine and the
     service."""
     for module in (fake_rank, scripted):
@@ -63,8 +78,7 @@ def start_scripted(service: Service, tmp_path_factory: pytest.TempPathFactory) -
             patch.setattr(app, "Driver", scripted.ScriptedDriver)
             options = {"max_ongoing_requests": 64, **service_options}
             application = build_app({"engine": {"model": str(folder), **engine}, **options})
-        serve.run(application, name=name, route_prefix=f"/{name}")
-        return Service(f"{service.url}/{name}")
+        return deploy(name, application)
 
     return start
 
@@ -81,7 +95,7 @@ def pair(service: Service) -> Service:
         "parallel": {"data": 2, "micro_batching": "always"},
     }
     serve.run(build_app({"engine": engine, "model_name": "pair"}), name="pair", route_prefix="/pair")
-    return Service(f"{service.url}/pair")
+    return Service(f"{service.url}/pair", "pair")
 
 
 @pytest.fixture

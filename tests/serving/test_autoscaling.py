@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.timeout(900)
 def test_load_brings_nodes_quiet_takes_them_away_and_a_request_brings_one_back(tmp_path: Path):
     environment = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
     # Ray's sockets want a shorter path than pytest's folders have
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as sockets:
         command = alone([sys.executable, "-m", "support.autoscaled_service", str(tmp_path), sockets])

@@ -5,18 +5,16 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
-from faults.load import Load
+from faults.load import Load, Outcome
 from faults.victims import assert_gone, pids_of
 from ray import serve
-from support.service import MODEL, Service
+from support.service import MODEL, Deploy, Service
 
-from raysonar.observe.counters import EngineStats
 from raysonar.serving.app import build_app
 
 REQUESTS = 16
@@ -24,36 +22,33 @@ TOKENS = 160
 NAME = "faults"
 
 
-def deploy(folder: Path, max_waiting: int = 1000) -> None:
+def application(folder: Path, max_waiting: int = 1000) -> serve.Application:
     scheduling = {"max_running": 12, "max_waiting": max_waiting}
     engine = {"model": str(folder), "scheduling": scheduling, "cache": {"pages": 400}}
-    serve.run(build_app({"engine": engine}), name=NAME, route_prefix=f"/{NAME}")
+    return build_app({"engine": engine})
 
 
 @pytest.fixture(scope="module")
-def load(service: Service, folder: Path) -> Iterator[Load]:
-    """For an application beside the other tests' one."""
-    deploy(folder)
+def struck(deploy: Deploy, folder: Path) -> Service:
+    """The service whose replicas are killed."""
+    return deploy(NAME, application(folder))
+
+
+@pytest.fixture(scope="module")
+def load(struck: Service) -> Load:
     prompts = tuple(f"Story {number}:" for number in range(8))
-    yield Load(f"{service.url}/{NAME}", MODEL, REQUESTS, TOKENS, prompts)
-    serve.delete(NAME)
+    return Load(struck.url, MODEL, REQUESTS, TOKENS, prompts)
 
 
-def driver_stats() -> EngineStats:
-    stats: EngineStats = serve.get_deployment_handle("Driver", NAME).stats.remote().result(timeout_s=30)
-    return stats
+@pytest.fixture(scope="module")
+def undisturbed(load: Load) -> Outcome:
+    """What the load brings when nothing breaks."""
+    outcome = load.run()
+    assert outcome.failures == []
+    return outcome
 
 
-def assert_idle() -> None:
-    deadline = time.monotonic() + 30
-    while (stats := driver_stats()).running or stats.waiting or stats.pages_referenced:
-        assert time.monotonic() < deadline, stats
-    assert stats.pages_free == stats.pages
-
-
-def test_requests_outlive_the_driver(load: Load) -> None:
-    undisturbed = load.run()
-    assert undisturbed.failures == []
+def test_requests_outlive_the_driver(struck: Service, load: Load, undisturbed: Outcome) -> None:
     choices = REQUESTS // 4 * 5 * 2
     assert (
         undisturbed.tokens == sum(each.usage["completion_tokens"] for each in undisturbed.brought) == choices * TOKENS
@@ -64,17 +59,17 @@ def test_requests_outlive_the_driver(load: Load) -> None:
     assert_gone({pid})
     assert disturbed.failures == []
     assert disturbed.different(undisturbed) == 0
-    assert_idle()
+    struck.wait_until_idle()
 
 
-def test_requests_of_an_ingress_that_is_killed_stop_and_free_what_they_hold(load: Load) -> None:
+def test_requests_of_an_ingress_that_is_killed_stop_and_free_what_they_hold(struck: Service, load: Load) -> None:
     [pid] = pids_of(f"ServeReplica:{NAME}:Ingress")
     body = load.body(1, stream=True) | {"max_tokens": 480, "logprobs": 20}
 
     async def lose() -> None:
         async with httpx.AsyncClient(base_url=load.url, timeout=180) as client:
             streams = [asyncio.create_task(lost(client)) for _ in range(48)]
-            while (await asyncio.to_thread(driver_stats)).waiting < 24:
+            while (await asyncio.to_thread(struck.stats)).waiting < 24:
                 await asyncio.sleep(0.05)
             os.kill(pid, signal.SIGKILL)
             await asyncio.gather(*streams)
@@ -85,24 +80,24 @@ def test_requests_of_an_ingress_that_is_killed_stop_and_free_what_they_hold(load
             async with client.stream("POST", "/v1/completions", json=body) as response:
                 assert "data: [DONE]" not in [line async for line in response.aiter_lines()]
 
-    before = driver_stats()
+    before = struck.stats()
     asyncio.run(lose())
     began = time.monotonic()
-    assert_idle()
+    struck.wait_until_idle()
     assert time.monotonic() - began < 10
-    assert driver_stats().aborted - before.aborted >= 12
+    assert struck.stats().aborted - before.aborted >= 12
     assert load.run().failures == []  # the ingress that took its place is not taken for the one that is gone
 
 
-def test_streams_end_when_all_replicas_are_replaced(load: Load, folder: Path) -> None:
+def test_streams_end_when_all_replicas_are_replaced(
+    deploy: Deploy, load: Load, undisturbed: Outcome, folder: Path
+) -> None:
     """A rolling update: whoever was asked before answers to the end, new ones answer what comes after."""
-    undisturbed = load.run()
     before = pids_of(f"ServeReplica:{NAME}:")
     with ThreadPoolExecutor(1) as pool:
-        updates: list[Future[None]] = []
-        disturbed = load.run(
-            lambda: updates.append(pool.submit(deploy, folder, max_waiting=1001)), after=REQUESTS * TOKENS // 8
-        )
+        updates: list[Future[Service]] = []
+        update = application(folder, max_waiting=1001)
+        disturbed = load.run(lambda: updates.append(pool.submit(deploy, NAME, update)), after=REQUESTS * TOKENS // 8)
         updates[0].result(timeout=120)
     assert disturbed.failures == []
     assert disturbed.different(undisturbed) == 0

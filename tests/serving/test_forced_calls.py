@@ -9,10 +9,9 @@ import jsonschema
 import openai
 import pytest
 from pydantic import BaseModel, Field
-from ray import serve
 from support.checkpoints import make_deepseek_v3
 from support.scripted import MARKS
-from support.service import Service
+from support.service import Deploy, Service
 from support.tokenizers import write_tokenizer
 
 from raysonar.serving.app import build_app
@@ -54,14 +53,15 @@ TOOLS = [{"type": "function", "function": {"name": name, "parameters": each}} fo
 
 
 @pytest.fixture(scope="module")
-def services(service: Service, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Service]:
+def services(deploy: Deploy, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Service]:
     """A random DeepSeek-V3 for each format."""
+    made = {}
     for name, (template, special, drafts) in SERVED.items():
         folder = make_deepseek_v3(tmp_path_factory.mktemp("held") / name, mtp=1, vocab_size=420, tokenizer=False)
         write_tokenizer(folder, template=template, template_file=True, added=MARKS, special=special)
         args = {"engine": {"model": str(folder), "speculation": {"tokens": drafts}}}
-        serve.run(build_app(args), name=name, route_prefix=f"/{name}")
-    return {name: Service(f"{service.url}/{name}") for name in SERVED}
+        made[name] = deploy(name, build_app(args))
+    return made
 
 
 @pytest.fixture(params=SERVED)

@@ -12,9 +12,8 @@ from typing import Any
 import httpx
 import pytest
 import ray
-from ray import serve
 from support.collector import Collector, collecting
-from support.service import MODEL, Service
+from support.service import MODEL, Deploy
 
 from raysonar.errors import ConfigurationError
 from raysonar.serving import journal
@@ -31,16 +30,14 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture(scope="module")
-def http(service: Service, folder: Path, collector: Collector) -> Iterator[httpx.Client]:
+def http(deploy: Deploy, folder: Path, collector: Collector) -> Iterator[httpx.Client]:
     args: dict[str, Any] = {
         "engine": {"model": str(folder)},
         "log_format": "json",
         "trace_endpoint": collector.url,
     }
-    serve.run(build_app(args), name="observed", route_prefix="/observed")
-    with httpx.Client(base_url=f"{service.url}/observed", timeout=60.0) as client:
+    with httpx.Client(base_url=deploy("observed", build_app(args)).url, timeout=60.0) as client:
         yield client
-    serve.delete("observed")
 
 
 def logged(request_id: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from faults.victims import assert_gone, descendants
+from faults.victims import assert_gone, descendants, pids_of
 from support.service import MODEL, free_port
 
 from raysonar import demo
@@ -57,14 +57,6 @@ def is_ready(url: str) -> bool:
     try:
         return httpx.get(f"{url}/ready", timeout=10.0).status_code == 200
     except httpx.TransportError:
-        return False
-
-
-def is_rank(pid: int) -> bool:
-    """Whether it is a Ray actor of a group."""
-    try:
-        return b"RankActor" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
         return False
 
 
@@ -111,7 +103,7 @@ def test_serve_run_deploys_the_demo(name: str, tmp_path: Path):
         assert "Paris" in answer["choices"][0]["message"]["content"]
         assert answer["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
         started = descendants(process.pid)
-        assert sum(map(is_rank, started)) == (2 if name == "demo-2-ranks" else 0)
+        assert len(started & pids_of("RankActor")) == (2 if name == "demo-2-ranks" else 0)
         process.send_signal(signal.SIGINT)
         assert process.wait(STOP_S) == 0
     assert_gone(started, timeout_s=30)  # Ray's own processes end just after the command

@@ -7,16 +7,14 @@ import json
 import os
 import shutil
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-RAY = Path(sys.executable).with_name("ray")
+from overlap.hosts import RAY, await_node
+
 ALONE = ["unshare", "--pid", "--net", "--fork", "--mount-proc", "--kill-child"]
-START_S = 120.0
 
 
 def unavailable() -> str | None:
@@ -68,11 +66,7 @@ def cluster(folder: Path, sockets: Path, workers: dict[str, dict[str, Any]]) -> 
     with log.open("wb") as output:
         head = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
     try:
-        deadline = time.monotonic() + START_S
-        while "Ray runtime started" not in log.read_text():
-            assert head.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
+        await_node(log, head)
         yield "127.0.0.1:6379"
     finally:
         head.kill()  # what it has started ends with the namespaces

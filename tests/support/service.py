@@ -26,13 +26,14 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Service:
-    """A running service."""
+    """A running service: where it is, and Serve's name of its application."""
 
     url: str
+    application: str = APPLICATION
 
     def driver(self, method: str) -> Any:
         """Call a method of the driver deployment."""
-        return getattr(serve.get_deployment_handle("Driver", APPLICATION), method).remote().result(timeout_s=30)
+        return getattr(serve.get_deployment_handle("Driver", self.application), method).remote().result(timeout_s=30)
 
     def stats(self) -> EngineStats:
         return self.driver("stats")
@@ -45,5 +46,11 @@ class Service:
         return stats
 
     def wait_until_idle(self) -> EngineStats:
-        """Until no request runs or waits and no page is referenced."""
-        return self.wait_until(lambda stats: not (stats.running or stats.waiting or stats.pages_referenced))
+        """Until no request runs or waits and no page is referenced; then all are free."""
+        stats = self.wait_until(lambda stats: not (stats.running or stats.waiting or stats.pages_referenced))
+        assert stats.pages_free == stats.pages
+        return stats
+
+
+Deploy = Callable[[str, serve.Application], Service]
+"""Serves an application under a name."""
