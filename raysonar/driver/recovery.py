@@ -45,17 +45,26 @@ class Recovery:
             number = self._count()
             if number > self._config.restarts:
                 raise following
-            logger.warning(
-                "the ranks have failed and are started again (%d of %d times within %.0f s)",
-                *(number, self._config.restarts, self._config.window_s),
-                exc_info=root_cause(following),
-            )
+            self._log(following, number)
             _let_go(following)
             if pause(min(_FIRST_PAUSE_S * 2 ** (number - 2), _LONGEST_PAUSE_S) if number > 1 else 0.0):
                 return
+            began = time.monotonic()
             following = self._start()
-            if following is not None and pause(0.0):
+            if following is None:
+                logger.warning("the ranks are up again, after %.1f s", time.monotonic() - began)
+            elif pause(0.0):
                 return  # what ended the start was the close
+
+    def _log(self, failure: Exception, number: int) -> None:
+        """A rank that is gone is named; the traceback of who noticed that would tell nothing more."""
+        lost = isinstance(failure, RankLostError)
+        cause = failure if lost else root_cause(failure)
+        logger.warning(
+            "the ranks have failed (%s) and are started again (%d of %d times within %.0f s)",
+            *(_last_line(cause), number, self._config.restarts, self._config.window_s),
+            exc_info=None if lost else cause,
+        )
 
     def _count(self) -> int:
         """Failures within the window, with the one just now."""
@@ -89,7 +98,7 @@ class Suspicion:
         They are the ones that ran at the failure before, too, when that was the same one, and have hardly come further
         since. None at a first failure, and none when a process was lost: most failures are not a request's fault.
         """
-        how = None if isinstance(failure, RankLostError) else f"{type(failure).__name__}: {failure}".splitlines()[-1]
+        how = None if isinstance(failure, RankLostError) else _last_line(failure)
         before = self._before if how == self._how else {}
         self._how, self._before = how, {} if how is None else dict(running)
         return [
@@ -100,6 +109,11 @@ class Suspicion:
 def root_cause(error: BaseException) -> BaseException:
     """What is behind the error that says that the engine failed."""
     return error.__cause__ if isinstance(error, EngineFailedError) and error.__cause__ else error
+
+
+def _last_line(error: BaseException) -> str:
+    """Its kind and message; of an error that quotes a traceback, what stands at the end."""
+    return f"{type(error).__name__}: {error}".splitlines()[-1]
 
 
 def _let_go(error: BaseException) -> None:

@@ -11,7 +11,7 @@ from raysonar.config import RecoveryConfig
 from raysonar.driver import recovery as recovery_module
 from raysonar.driver.params import SamplingParams
 from raysonar.driver.recovery import Recovery
-from raysonar.errors import EngineFailedError, RequestFailedError
+from raysonar.errors import EngineFailedError, RankLostError, RequestFailedError
 from tests.support.fake_rank import FakeChannel, FakeRank, rank_info
 
 PROMPTS = [[n, n + 1, n + 2] for n in range(5, 17)]
@@ -93,9 +93,22 @@ def test_a_cause_is_logged_once_a_failure(start_engine, caplog):
     engine = start_engine(restarts=9, before=Failures(3, 8))
     with caplog.at_level(logging.WARNING):
         engine.generate(PROMPTS, params())
-    assert [record.exc_info[0] for record in caplog.records] == [MemoryError] * 2
-    assert "1 of 9 times" in caplog.records[0].message
-    assert "2 of 9 times" in caplog.records[1].message
+    failed, up, failed_again, up_again = caplog.records
+    assert [record.exc_info and record.exc_info[0] for record in caplog.records] == [MemoryError, None] * 2
+    assert "(MemoryError: the device is on fire, 4)" in failed.message
+    assert "1 of 9 times" in failed.message
+    assert "2 of 9 times" in failed_again.message
+    assert all("up again" in record.message for record in (up, up_again))
+
+
+def test_a_rank_that_is_gone_is_named_without_the_trace_of_how_that_was_noticed(caplog: pytest.LogCaptureFixture):
+    info = rank_info()
+    channel = FakeChannel(FakeRank(info=info, token_budget=8))
+    Recovery(channel, info, RecoveryConfig()).restart(RankLostError("rank 1 is gone: it closed"), lambda _: False)
+    failed, up = caplog.records
+    assert "(RankLostError: rank 1 is gone: it closed)" in failed.message
+    assert not failed.exc_info
+    assert "up again" in up.message
 
 
 def test_a_crash_loop_ends_the_engine_with_its_cause_and_without_a_flood(start_engine, caplog):
@@ -104,7 +117,7 @@ def test_a_crash_loop_ends_the_engine_with_its_cause_and_without_a_flood(start_e
         engine.generate(PROMPTS, params())
     assert isinstance(failed.value.__cause__, MemoryError)
     assert start_engine.channel.restarts == 3
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * 3 + ["ERROR"]
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 6 + ["ERROR"]
     with pytest.raises(EngineFailedError, match="on fire"):
         engine.check_health()
 
