@@ -51,6 +51,7 @@ def run_service(config: ServiceConfig, where: Listening) -> None:
     """
     if where.address is None:
         _check_local(config, where)
+    print(f"Starting {model_name(config)} ...", file=sys.stderr, flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         logs = _connect(config, where)

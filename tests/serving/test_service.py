@@ -67,6 +67,7 @@ def test_raysonar_serve_answers_and_leaves_nothing_behind(folder: Path, tmp_path
     command = [str(COMMANDS / "raysonar"), "serve", str(folder), "--port", str(port), "--speculative-tokens", "2"]
     with running(command, log) as process:
         poll(lambda: "Ctrl-C stops it." in log.read_text(), process, log)
+        assert log.read_text().startswith(f"Starting {MODEL} ...\n")
         assert f"Serving {MODEL} at {url}/v1 (this machine only" in log.read_text()
         assert f"In a browser: {url}/\n" in log.read_text()
         assert "<title>raysonar</title>" in httpx.get(f"{url}/").text
