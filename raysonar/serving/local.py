@@ -51,6 +51,8 @@ def run_service(config: ServiceConfig, where: Listening) -> None:
     """
     if where.address is None:
         _check_local(config, where)
+    else:
+        check_cluster(where.address)
     print(f"Starting {model_name(config)} ...", file=sys.stderr, flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -103,7 +105,6 @@ def _check_local(config: ServiceConfig, where: Listening) -> None:
 def _connect(config: ServiceConfig, where: Listening) -> Path | None:
     """Returns the folder of the logs of a Ray that this starts."""
     if where.address is not None:
-        check_cluster(where.address)
         ray.init(address=where.address, logging_level=logging.WARNING, log_to_driver=False)
         return None
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # Ray's own switch: nothing calls home

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import ray
 import yaml
 from faults.victims import assert_gone, descendants, pids_of
 from support.service import MODEL, free_port
@@ -122,9 +123,11 @@ def test_serve_run_deploys_the_demo(name: str, tmp_path: Path):
         (["--address", "nonsense:x"], r"no Ray answers at nonsense:x"),
     ],
 )
+@pytest.mark.usefixtures("ray_cluster")
 def test_serve_says_in_one_line_what_is_wrong(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
     assert main(["serve", *arguments]) == 2
     assert re.fullmatch(rf"raysonar: {message}.*\n", capsys.readouterr().err)
+    assert ray.is_initialized(), "a Ray that it has not started was ended"
 
 
 def test_serve_says_when_its_port_is_taken(folder: Path, capsys: pytest.CaptureFixture[str]):
