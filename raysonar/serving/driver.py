@@ -17,13 +17,13 @@ from raysonar.observe.chrome import RankTimeline
 from raysonar.observe.counters import EngineStats
 from raysonar.observe.metrics import engine_readings
 from raysonar.observe.steps import StepRecord
-from raysonar.serving.generation import Batch, Chat, Generation, Profile, Prompt, Vocabulary, begins_thinking
+from raysonar.serving.feed import Link, Wire, feed
+from raysonar.serving.generation import Batch, Chat, Generation, Profile, Prompt, Reader, Vocabulary, begins_thinking
 from raysonar.serving.held import reasoned
 from raysonar.serving.lengths import Lengths
 from raysonar.serving.metrics import RayExporter, Source, replica_labels
 from raysonar.serving.parsers import reasons, tool_format_of
 from raysonar.serving.problems import Problem, problem_of, unavailable
-from raysonar.serving.senders import Senders
 
 if TYPE_CHECKING:
     from raysonar.driver.engine import Engine
@@ -39,7 +39,7 @@ _LONGEST_PAUSE_S = 0.05
 
 _WARM_UP_TOKENS = 4
 _NO_LIMITS = LimitsConfig()
-_SENDER_GONE = unavailable("Nobody reads this stream any more", "sender_gone").problem
+_READER_GONE = unavailable("The connection to the ingress is lost", "engine_unavailable").problem
 
 logger = logging.getLogger("ray.serve")
 
@@ -60,7 +60,7 @@ class Driver:
         finally:
             starter.shutdown(wait=False)
         self._streams = 0
-        self._senders = Senders()
+        self._links: dict[Reader, Link] = {}
         self._stuck_after_s = config.recovery.step_timeout_s + _STUCK_MARGIN_S
         self._lengths = Lengths(self._engine.max_length, limits.max_prompt_tokens, limits.max_answer_tokens)
         self._labels = replica_labels(model)
@@ -70,14 +70,31 @@ class Driver:
     async def stream(self, generation: Generation) -> AsyncGenerator[Batch]:
         """The deltas of all the request's prompts, after an empty batch that says that the request has arrived.
 
-        Closing it aborts the prompts and frees their slots and pages.
+        All go to the generation's reader, where it has one that is reached, and else come from here. Cancelling this
+        aborts the prompts and frees their slots and pages, as does the reader's end.
         """
-        yield []
         news: asyncio.Queue[tuple[int, Delta] | Problem | None] = asyncio.Queue()
-        with self._senders.watched(generation.sender, lambda: news.put_nowait(_SENDER_GONE)):
-            async with aclosing(self._batches(generation, news)) as batches:
-                async for batch in batches:
-                    yield batch
+        batches = self._batches(generation, news)
+        try:
+            wire = await self._wire_to(generation.reader)
+        except ConnectionError:
+            yield _READER_GONE
+            return
+        if wire is not None:
+            with wire.watched(lambda: news.put_nowait(_READER_GONE)):
+                await feed(wire, generation.request_id, batches)
+            return
+        yield []
+        async with aclosing(batches):
+            async for batch in batches:
+                yield batch
+
+    async def _wire_to(self, reader: Reader | None) -> Wire | None:
+        if reader is None:
+            return None
+        if reader not in self._links:
+            self._links[reader] = Link(reader)
+        return await self._links[reader].wire()
 
     async def _batches(
         self, generation: Generation, news: "asyncio.Queue[tuple[int, Delta] | Problem | None]"
@@ -92,8 +109,11 @@ class Driver:
         ]
         try:
             running, held = len(pumps), list[tuple[int, Delta]]()
+            now, due = asyncio.get_running_loop().time, 0.0
             while running:
                 ready = [await news.get()]
+                if (early := due - now()) > 0:
+                    await asyncio.sleep(early)
                 while not news.empty():
                     ready.append(news.get_nowait())
                 held += [item for item in ready if isinstance(item, tuple)]
@@ -101,7 +121,7 @@ class Driver:
                 if held and not (generation.whole and running):
                     yield held
                     held = []
-                    await asyncio.sleep(min(_LONGEST_PAUSE_S, self._streams / _BATCHES_PER_S) if running else 0)
+                    due = now() + min(_LONGEST_PAUSE_S, self._streams / _BATCHES_PER_S)
                 for item in ready:
                     if isinstance(item, Problem):
                         yield item

@@ -9,7 +9,6 @@ from raysonar.driver.params import SamplingParams
 from raysonar.driver.request import Progress
 from raysonar.serving.parsers import TAIL_TOKENS, ToolFormatName, opens_reasoning
 from raysonar.serving.problems import Problem
-from raysonar.serving.senders import Sender
 
 
 @dataclass(frozen=True)
@@ -30,6 +29,15 @@ Thinking = Literal["never", "at once", "as prompted"]
 
 
 @dataclass(frozen=True)
+class Reader:
+    """Where an ingress takes batches; see `feed`."""
+
+    host: str
+    port: int
+    secret: bytes = field(repr=False)
+
+
+@dataclass(frozen=True)
 class Generation:
     """One HTTP request: every prompt is sampled with the same parameters."""
 
@@ -42,8 +50,8 @@ class Generation:
     whole: bool = False
     """All deltas may come in one batch at the end: nobody reads them earlier."""
     thinking: Thinking = "never"
-    sender: Sender | None = None
-    """Who asks; the generation is stopped when it is gone."""
+    reader: Reader | None = None
+    """Where to send the batches; None: to whoever iterates over them. The generation is stopped when it is gone."""
     progress: Mapping[int, Progress] = field(default_factory=dict)
     """How far prompts had come with a driver that is gone, by their place; their prompts are token ids."""
 

@@ -9,6 +9,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
+import ray
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -23,6 +24,7 @@ from raysonar.serving.answering import Answering
 from raysonar.serving.asleep import is_asleep
 from raysonar.serving.body import Body
 from raysonar.serving.deadlines import shorter, within
+from raysonar.serving.feed import FedStream, Feed
 from raysonar.serving.generation import Deltas, Generation, Profile, Vocabulary
 from raysonar.serving.journal import Entry, Journal
 from raysonar.serving.metrics import CONTENT_TYPE, RayExporter, Source, StatusCounter, exposition, replica_labels
@@ -39,7 +41,6 @@ from raysonar.serving.protocol import ChatBody, CompletionBody, GenerationBody
 from raysonar.serving.replicas import answers_of_all
 from raysonar.serving.responses import Answer, event
 from raysonar.serving.resuming import asked, resumed
-from raysonar.serving.senders import Sender
 from raysonar.serving.steps import Steps
 from raysonar.serving.tokens import DetokenizeBody, TokenizeBody
 from raysonar.serving.web import add_page
@@ -77,7 +78,7 @@ class Ingress:
         self._journal = Journal(model, config.trace_endpoint)
         self._statuses: Counter[str] = Counter()
         self._labels = replica_labels(model)
-        self._sender = Sender.here()
+        self._feed = Feed(str(ray.util.get_node_ip_address()))  # type: ignore[no-untyped-call]
         self._exporter = RayExporter(lambda: [(HTTP_REQUESTS, dict(self._statuses))], self._labels)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -223,13 +224,16 @@ class Ingress:
             raise unavailable(f"{self._ongoing} requests are being served, as many as can be", "overloaded")
         self._ongoing += 1
         try:
-            sent = replace(generation, sender=self._sender)
-            stream = resumed(self._streaming_driver.stream.remote, sent, self._config.start_timeout_s)
+            sent = replace(generation, reader=await self._feed.reader())
+            stream = resumed(self._open, sent, self._config.start_timeout_s)
             async with aclosing(stream):
                 async for deltas in within(seconds, stream):
                     yield deltas
         finally:
             self._ongoing -= 1
+
+    def _open(self, generation: Generation) -> FedStream:
+        return self._feed.opened(generation.request_id, self._streaming_driver.stream.remote(generation))
 
     async def _vocabulary_of_model(self) -> Vocabulary:
         if self._vocabulary is None:

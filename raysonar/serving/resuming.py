@@ -116,13 +116,15 @@ async def _pause(attempt: int) -> None:
 
 
 async def _deltas(batches: AsyncIterator[Batch], start_timeout_s: float) -> AsyncGenerator[Deltas]:
-    """After the empty batch that says that the request has arrived."""
+    """But for the empty batch that says that the request has arrived."""
     async with asyncio.timeout(start_timeout_s):
-        await anext(batches)
-    async for batch in batches:
+        batch: Batch | None = await anext(batches)
+    while batch is not None:
         if isinstance(batch, Problem):
             raise ProblemError(batch)
-        yield batch
+        if batch:
+            yield batch
+        batch = await anext(batches, None)
 
 
 def _is_lost(error: Exception) -> bool:

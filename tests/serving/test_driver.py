@@ -1,10 +1,12 @@
 """The driver deployment's class around a real engine, without Ray."""
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,8 @@ from raysonar.driver.outputs import Delta
 from raysonar.errors import EngineFailedError, ModelFolderError
 from raysonar.serving import driver as driver_module
 from raysonar.serving.driver import Driver
-from raysonar.serving.generation import Batch, Chat, Generation
+from raysonar.serving.feed import Feed
+from raysonar.serving.generation import Batch, Chat, Generation, Reader
 from raysonar.serving.problems import Problem
 
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
@@ -47,6 +50,73 @@ def assert_idle(driver: Driver) -> None:
 
 def test_a_driver_that_is_up_has_generated_tokens(driver: Driver):
     assert driver.stats().generated_tokens >= 4
+
+
+async def nothing_comes(batches: AsyncGenerator[Batch]) -> None:
+    async with aclosing(batches):
+        assert [batch async for batch in batches] == []
+
+
+def test_what_goes_to_a_reader_is_what_would_come_from_the_stream(driver: Driver):
+    async def fed() -> list[Batch]:
+        ingress = Feed("127.0.0.1")
+        generation = Generation("r", ["hi", "there"], SHORT, reader=await ingress.reader())
+        stream = ingress.opened("r", driver.stream(generation))
+        return [batch async for batch in stream]
+
+    deltas, _ = asyncio.run(collect(driver.stream(Generation("r", ["hi", "there"], SHORT))))
+    first, *batches = asyncio.run(asyncio.wait_for(fed(), 60))
+    assert first == []
+    news = [delta for batch in batches if isinstance(batch, list) for delta in batch]
+    for place in (0, 1):
+        texts = ["".join(delta.text for at, delta in each if at == place) for each in (news, deltas)]
+        assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("prompts", [["hi"], ["hi", "there"]])
+def test_a_reader_that_goes_away_frees_slots_and_pages_at_once(driver: Driver, prompts: list[Any]):
+    async def leave() -> None:
+        server = await asyncio.start_server(take_some, "127.0.0.1", 0)
+        reader = Reader("127.0.0.1", server.sockets[0].getsockname()[1], bytes(16))
+        await nothing_comes(driver.stream(Generation("r", prompts, LONG, reader=reader)))
+
+    async def take_some(source: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await source.readexactly(1000)
+        assert driver.stats().running == len(prompts)
+        writer.close()
+
+    before = driver.stats().generated_tokens
+    asyncio.run(asyncio.wait_for(leave(), 60))
+    assert driver.stats().generated_tokens - before < 400 * len(prompts)
+    assert_idle(driver)
+
+
+def test_what_comes_for_a_reader_that_is_gone_is_not_begun(driver: Driver):
+    """As that which was on its way when an ingress was killed."""
+
+    async def work() -> list[Batch]:
+        server = await asyncio.start_server(lambda source, writer: writer.close(), "127.0.0.1", 0)
+        reader = Reader("127.0.0.1", server.sockets[0].getsockname()[1], bytes(16))
+        await nothing_comes(driver.stream(Generation("r1", ["hi"], LONG, reader=reader)))
+        server.close()
+        await server.wait_closed()
+        return [batch async for batch in driver.stream(Generation("r2", ["hi"], LONG, reader=reader))]
+
+    before = driver.stats().generated_tokens
+    [problem] = asyncio.run(asyncio.wait_for(work(), 60))
+    assert isinstance(problem, Problem)
+    assert problem.code == "engine_unavailable"
+    assert driver.stats().generated_tokens - before < 400
+    assert_idle(driver)
+
+
+def test_a_reader_that_is_not_there_is_answered_by_the_stream_itself(driver: Driver):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        reader = Reader("127.0.0.1", taken.getsockname()[1], bytes(16))
+        deltas, problems = asyncio.run(collect(driver.stream(Generation("r", ["hi"], SHORT, reader=reader))))
+    assert problems == []
+    assert sum(len(delta.token_ids) for _, delta in deltas) == 10
 
 
 def test_streams_of_texts_tokens_and_chats_equal_the_engines(driver: Driver, engine: Engine):
@@ -87,7 +157,7 @@ def test_cancelling_the_reader_frees_slots_and_pages_at_once(driver: Driver):
     async def cancel() -> None:
         reader = asyncio.create_task(collect(driver.stream(Generation("r", ["hi", "there"], LONG))))
         while driver.stats().running < 2:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)  # not 0: a loop that only polls keeps the engine's thread from running
         reader.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reader

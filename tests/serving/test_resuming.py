@@ -135,6 +135,11 @@ def test_a_refusal_is_not_sent_again():
         told(drivers, generation())
 
 
+def test_a_driver_that_is_at_its_end_may_say_so_at_once():
+    drivers = Drivers([FAILED], [[], [(0, FIRST), (0, LAST), (0, SECOND)]])
+    assert told(drivers, generation()) == [(0, FIRST), (0, LAST), (0, SECOND)]
+
+
 def test_closing_stops_the_driver_that_is_at_it():
     drivers = Drivers([[], [(0, FIRST)], LOST], [[], [(0, SECOND)], [(0, LAST)]])
 
