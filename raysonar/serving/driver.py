@@ -24,6 +24,7 @@ from raysonar.serving.lengths import Lengths
 from raysonar.serving.metrics import RayExporter, Source, replica_labels
 from raysonar.serving.parsers import reasons, tool_format_of
 from raysonar.serving.problems import Problem, problem_of, unavailable
+from raysonar.serving.replicas import actor_name
 
 if TYPE_CHECKING:
     from raysonar.driver.engine import Engine
@@ -93,7 +94,7 @@ class Driver:
         if reader is None:
             return None
         if reader not in self._links:
-            self._links[reader] = Link(reader)
+            self._links[reader] = Link(reader, actor_name())
         return await self._links[reader].wire()
 
     async def _batches(

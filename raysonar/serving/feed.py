@@ -28,6 +28,9 @@ _AGAIN_S = 30.0
 _OPTIONS = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
 """Where the system has them. A host that is gone is noticed in ten seconds while nothing is sent, and in 30 while there
 is; so long an ingress may stand still before its driver gives it up."""
+_BEAT_S = 2.0
+"""So often a driver is heard, whether it has anything to say or not."""
+_SILENT_BEATS = 15
 _LOST = unavailable("The connection between ingress and driver is lost", "engine_unavailable")
 
 logger = logging.getLogger("ray.serve")
@@ -36,6 +39,10 @@ Parcel = tuple[str, Batch | None]
 """A generation's id and its next batch; None behind the last one."""
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(list[Parcel])
+
+
+def _framed(message: bytes) -> bytes:
+    return len(message).to_bytes(_LENGTH_BYTES, "little") + message
 
 
 def _keep_alive(writer: asyncio.StreamWriter) -> None:
@@ -50,9 +57,10 @@ def _keep_alive(writer: asyncio.StreamWriter) -> None:
 class Feed:
     """An ingress's end: takes connections of drivers, and gives each generation what is for it."""
 
-    def __init__(self, host: str) -> None:
-        """`host`: the address at which drivers reach this process."""
-        self._host = host
+    def __init__(self, host: str, end: Callable[[str], None]) -> None:
+        """`host`: the address at which drivers reach this process. `end`: called, in a thread, with the name of a
+        driver that hangs."""
+        self._host, self._end = host, end
         self._secret = secrets.token_bytes(_SECRET_BYTES)
         self._server: asyncio.Server | None = None
         self._unable = False
@@ -78,19 +86,21 @@ class Feed:
         fed.watch.add_done_callback(lambda _: self._open.pop(generation_id))
         return fed
 
-    async def _serve(self, source: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
+    async def _serve(self, stream: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
         """Of one driver."""
+        source = _Source(stream)
+        watch = asyncio.create_task(self._watch(source, back))
         try:
             _keep_alive(back)
             async with asyncio.timeout(_CONNECT_S):
-                said = await source.readexactly(_SECRET_BYTES)
+                said = await stream.readexactly(_SECRET_BYTES)
             if not secrets.compare_digest(said, self._secret):
                 return
+            source.name = (await source.message()).decode()
             while True:
-                size = int.from_bytes(await source.readexactly(_LENGTH_BYTES), "little")
-                for generation_id, batch in _DECODER.decode(await source.readexactly(size)):
+                for generation_id, batch in _DECODER.decode(await source.message()):
                     if (fed := self._open.get(generation_id)) is not None:
-                        fed.take(batch, back)
+                        fed.take(batch, source)
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
             return
         except msgspec.MsgspecError:
@@ -98,9 +108,41 @@ class Feed:
         except asyncio.CancelledError:
             return  # the loop ends; Python 3.11's server does not expect a task that was cancelled
         finally:
+            watch.cancel()
             back.close()
             for fed in self._open.values():
-                fed.lose(back)
+                fed.lose(source)
+
+    async def _watch(self, source: "_Source", back: asyncio.StreamWriter) -> None:
+        """End a driver that has been silent for too long although its connection is up: its process hangs.
+
+        Serve would wait for the end of its streams, which never comes. Beats are counted, not seconds: a time in which
+        this loop stood still is no silence.
+        """
+        heard, silent = -1, 0
+        while silent < _SILENT_BEATS:
+            await asyncio.sleep(_BEAT_S)
+            silent = silent + 1 if source.heard == heard else 0
+            heard = source.heard
+        logger.error("The driver %s was not heard for %.0f s and is ended", source.name, _SILENT_BEATS * _BEAT_S)
+        await asyncio.to_thread(self._end, source.name)
+        back.close()
+
+
+class _Source:
+    """A driver's connection, at the ingress."""
+
+    def __init__(self, stream: asyncio.StreamReader) -> None:
+        self._stream = stream
+        self.name = ""
+        self.heard = 0
+        """Messages."""
+
+    async def message(self) -> bytes:
+        size = int.from_bytes(await self._stream.readexactly(_LENGTH_BYTES), "little")
+        message = await self._stream.readexactly(size)
+        self.heard += 1
+        return message
 
 
 class FedStream:
@@ -109,18 +151,18 @@ class FedStream:
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self._queue: asyncio.Queue[Batch | Exception | None] = asyncio.Queue()
-        self._source: object = None
+        self._source: _Source | None = None
         """The connection that batches come from, until the last one has come."""
         self._ended = asyncio.Event()
         self.watch = asyncio.create_task(self._until_serve_ends_it())
         """Runs until the driver has done with the generation, and the end was read."""
 
-    def take(self, batch: Batch | None, source: object) -> None:
+    def take(self, batch: Batch | None, source: _Source) -> None:
         """What has come from a connection."""
         self._source = source if batch is not None else None
         self._queue.put_nowait(batch)
 
-    def lose(self, source: object) -> None:
+    def lose(self, source: _Source) -> None:
         """The connection has ended."""
         if self._source is source:
             self._queue.put_nowait(_LOST)
@@ -174,15 +216,15 @@ class Wire:
         self._gone: list[Callable[[], None]] = []
         self.is_open = True
         writer.transport.set_write_buffer_limits(high=0)  # drain() waits until the system has taken all
-        self._watch = asyncio.create_task(self._until_closed(source))
+        self._tasks = asyncio.create_task(self._until_closed(source)), asyncio.create_task(self._beat())
 
     @classmethod
-    async def to(cls, reader: Reader) -> "Wire":
-        """Raises OSError and TimeoutError."""
+    async def to(cls, reader: Reader, name: str) -> "Wire":
+        """`name`: of the driver's actor. Raises OSError and TimeoutError."""
         async with asyncio.timeout(_CONNECT_S):
             source, writer = await asyncio.open_connection(reader.host, reader.port)
         _keep_alive(writer)
-        writer.write(reader.secret)
+        writer.write(reader.secret + _framed(name.encode()))
         return cls(source, writer)
 
     @contextmanager
@@ -215,10 +257,15 @@ class Wire:
             await self._writer.drain()
 
     def _flush(self) -> None:
-        payload = _ENCODER.encode(self._parcels)
+        message = _framed(_ENCODER.encode(self._parcels))
         self._parcels.clear()
         if self.is_open:
-            self._writer.write(len(payload).to_bytes(_LENGTH_BYTES, "little") + payload)
+            self._writer.write(message)
+
+    async def _beat(self) -> None:
+        while self.is_open:
+            self._flush()
+            await asyncio.sleep(_BEAT_S)
 
     async def _until_closed(self, source: asyncio.StreamReader) -> None:
         try:
@@ -234,8 +281,9 @@ class Wire:
 class Link:
     """A driver's way to one ingress: a connection, while there is one."""
 
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
+    def __init__(self, reader: Reader, name: str) -> None:
+        """`name`: of the driver's actor."""
+        self._reader, self._name = reader, name
         self._wire: Wire | None = None
         self._connecting = asyncio.Lock()
         self._not_before = 0.0
@@ -249,7 +297,7 @@ class Link:
             if now < self._not_before:
                 return None
             try:
-                self._wire = await Wire.to(self._reader)
+                self._wire = await Wire.to(self._reader, self._name)
             except (OSError, TimeoutError) as error:
                 if self._wire is not None:
                     raise ConnectionError(f"the ingress at {self._reader.host} is gone") from error

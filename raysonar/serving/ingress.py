@@ -38,7 +38,7 @@ from raysonar.serving.problems import (
     unavailable,
 )
 from raysonar.serving.protocol import ChatBody, CompletionBody, GenerationBody
-from raysonar.serving.replicas import answers_of_all
+from raysonar.serving.replicas import answers_of_all, end_actor
 from raysonar.serving.responses import Answer, event
 from raysonar.serving.resuming import asked, resumed
 from raysonar.serving.steps import Steps
@@ -78,7 +78,7 @@ class Ingress:
         self._journal = Journal(model, config.trace_endpoint)
         self._statuses: Counter[str] = Counter()
         self._labels = replica_labels(model)
-        self._feed = Feed(str(ray.util.get_node_ip_address()))  # type: ignore[no-untyped-call]
+        self._feed = Feed(str(ray.util.get_node_ip_address()), end_actor)  # type: ignore[no-untyped-call]
         self._exporter = RayExporter(lambda: [(HTTP_REQUESTS, dict(self._statuses))], self._labels)
 
     def __serve_build_asgi_app__(self) -> FastAPI:

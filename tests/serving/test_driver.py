@@ -59,7 +59,7 @@ async def nothing_comes(batches: AsyncGenerator[Batch]) -> None:
 
 def test_what_goes_to_a_reader_is_what_would_come_from_the_stream(driver: Driver):
     async def fed() -> list[Batch]:
-        ingress = Feed("127.0.0.1")
+        ingress = Feed("127.0.0.1", print)
         generation = Generation("r", ["hi", "there"], SHORT, reader=await ingress.reader())
         stream = ingress.opened("r", driver.stream(generation))
         return [batch async for batch in stream]

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import suppress
 from typing import Any
@@ -94,10 +95,10 @@ class Served:
 
 async def linked() -> tuple[Feed, Reader, Wire]:
     """An ingress's end, and a driver's."""
-    ingress = Feed(HOST)
+    ingress = Feed(HOST, print)
     reader = await ingress.reader()
     assert reader is not None
-    wire = await Link(reader).wire()
+    wire = await Link(reader, "driver").wire()
     assert wire is not None
     return ingress, reader, wire
 
@@ -137,9 +138,9 @@ def test_every_generation_gets_its_batches_in_order(loop: Any, pause: bool):
 
 def test_all_streams_to_an_ingress_share_a_connection():
     async def work() -> None:
-        reader = await Feed(HOST).reader()
+        reader = await Feed(HOST, print).reader()
         assert reader is not None
-        link = Link(reader)
+        link = Link(reader, "driver")
         first, *others = await asyncio.gather(*(link.wire() for _ in range(8)))
         assert all(other is first for other in others)
 
@@ -153,8 +154,8 @@ def test_what_is_ready_together_travels_as_one_message(monkeypatch: pytest.Monke
         monkeypatch.setattr(wire._writer, "write", messages.append)
         await asyncio.gather(*(wire.send(f"g{number}", batch(number)) for number in range(32)))
         await wire.flushed()
-        [message] = messages
-        assert len(msgspec.msgpack.decode(message[8:])) == 32
+        counts = [len(msgspec.msgpack.decode(message[8:])) for message in messages]
+        assert [count for count in counts if count] == [32]  # the others are beats
 
     run(work)
 
@@ -187,14 +188,15 @@ def test_a_problem_arrives_as_one():
 @pytest.mark.parametrize("secret", [b"", b"short", b"x" * 16, b"x" * 64, None], ids=str)
 def test_nothing_is_taken_that_comes_without_the_secret(secret: bytes | None):
     async def work() -> None:
-        ingress = Feed(HOST)
+        ingress = Feed(HOST, print)
         reader = await ingress.reader()
         assert reader is not None
         stream = ingress.opened("g", Served(endless()))
         message = msgspec.msgpack.encode([("g", batch(1)), ("g", None)])
+        name = len(b"driver").to_bytes(8, "little") + b"driver"
         source, writer = await asyncio.open_connection(reader.host, reader.port)
         said = reader.secret if secret is None else secret
-        writer.write(said + len(message).to_bytes(8, "little") + message)
+        writer.write(said + name + len(message).to_bytes(8, "little") + message)
         writer.write_eof()
         with suppress(ConnectionResetError):
             assert await source.read() == b""  # turned away, or done
@@ -206,11 +208,11 @@ def test_nothing_is_taken_that_comes_without_the_secret(secret: bytes | None):
 
 def test_a_driver_that_sends_something_else_is_hung_up_on(caplog: pytest.LogCaptureFixture):
     async def work() -> None:
-        reader = await Feed(HOST).reader()
+        reader = await Feed(HOST, print).reader()
         assert reader is not None
         source, writer = await asyncio.open_connection(reader.host, reader.port)
         message = msgspec.msgpack.encode([("g", {"other": 1})])
-        writer.write(reader.secret + len(message).to_bytes(8, "little") + message)
+        writer.write(reader.secret + bytes(8) + len(message).to_bytes(8, "little") + message)
         assert await source.read() == b""
 
     run(work)
@@ -230,7 +232,7 @@ def test_a_secret_is_not_shown():
 def test_an_ingress_that_is_gone_is_noticed_at_once_and_what_comes_for_it_is_refused():
     async def work() -> None:
         with socket.create_server((HOST, 0)) as server:
-            link = Link(Reader(HOST, server.getsockname()[1], bytes(16)))
+            link = Link(Reader(HOST, server.getsockname()[1], bytes(16)), "driver")
             wire = await link.wire()
             assert wire is not None
             connection, _ = server.accept()
@@ -261,14 +263,14 @@ def test_an_ingress_that_cannot_be_reached_is_no_error_said_once_and_not_tried_a
 ):
     tried: list[Reader] = []
 
-    async def silent(reader: Reader) -> Wire:
+    async def silent(reader: Reader, name: str) -> Wire:
         tried.append(reader)
         raise TimeoutError
 
     monkeypatch.setattr(Wire, "to", silent)
 
     async def work() -> None:
-        link = Link(Reader(HOST, 1, bytes(16)))
+        link = Link(Reader(HOST, 1, bytes(16)), "driver")
         assert await asyncio.gather(*(link.wire() for _ in range(4))) == [None] * 4
         monkeypatch.setattr(feed_module, "_AGAIN_S", 0.0)
         link._not_before = 0.0
@@ -283,7 +285,7 @@ def test_an_ingress_that_cannot_be_reached_is_no_error_said_once_and_not_tried_a
 
 def test_an_address_that_cannot_be_listened_on_is_no_error_and_said_once(caplog: pytest.LogCaptureFixture):
     async def work() -> None:
-        ingress = Feed("203.0.113.1")  # of nobody
+        ingress = Feed("203.0.113.1", print)  # of nobody
         assert [await ingress.reader(), await ingress.reader()] == [None, None]
 
     run(work)
@@ -292,7 +294,11 @@ def test_an_address_that_cannot_be_listened_on_is_no_error_and_said_once(caplog:
 
 def test_batches_that_come_with_serve_s_own_stream_are_taken_from_there():
     async def work() -> None:
-        assert await collected(Feed(HOST).opened("g", Served(each([], batch(1), batch(2))))) == [[], batch(1), batch(2)]
+        assert await collected(Feed(HOST, print).opened("g", Served(each([], batch(1), batch(2))))) == [
+            [],
+            batch(1),
+            batch(2),
+        ]
 
     run(work)
 
@@ -305,7 +311,7 @@ def test_an_end_that_serve_brings_ends_the_stream(error: BaseException):
         yield []
 
     async def work() -> None:
-        stream = Feed(HOST).opened("g", Served(broken()))
+        stream = Feed(HOST, print).opened("g", Served(broken()))
         with pytest.raises((ConnectionError, ProblemError)):
             await anext(stream)
 
@@ -316,7 +322,7 @@ def test_batches_that_never_arrive_are_a_lost_driver(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(feed_module, "_LATE_S", 0.01)
 
     async def work() -> None:
-        stream = Feed(HOST).opened("g", Served(each()))
+        stream = Feed(HOST, print).opened("g", Served(each()))
         with pytest.raises(ProblemError) as error:
             await anext(stream)
         assert lost(error)
@@ -329,7 +335,7 @@ def test_a_connection_that_breaks_ends_all_its_streams_at_once():
 
     async def work() -> None:
         ingress, reader, wire = await linked()
-        other = await Link(reader).wire()
+        other = await Link(reader, "driver").wire()
         assert other is not None
         broken = [ingress.opened(name, Served(sent(wire, name, endless(batch(1))))) for name in ("a", "b")]
         complete = ingress.opened("c", Served(sent(wire, "c", each(batch(1)))))
@@ -347,6 +353,54 @@ def test_a_connection_that_breaks_ends_all_its_streams_at_once():
             stream.cancel()
 
     run(work)
+
+
+def test_a_driver_that_hangs_is_ended_by_its_name_and_its_streams_are_lost(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(feed_module, "_BEAT_S", 0.02)
+    ended: list[str] = []
+
+    async def work() -> None:
+        ingress = Feed(HOST, ended.append)
+        reader = await ingress.reader()
+        assert reader is not None
+        hangs, well = [await Link(reader, name).wire() for name in ("hangs", "well")]
+        assert hangs is not None
+        assert well is not None
+        streams = [
+            ingress.opened(name, Served(sent(wire, name, endless(batch(1)))))
+            for name, wire in (("a", hangs), ("b", well))
+        ]
+        for stream in streams:
+            assert await anext(stream) == []
+        monkeypatch.setattr(hangs, "_flush", lambda: None)  # nothing comes any more, and the connection stays
+        with pytest.raises(ProblemError) as error:
+            await collected(streams[0])
+        assert lost(error)
+        for _ in range(20):
+            await anext(streams[1])
+        streams[1].cancel()
+
+    run(work)
+    assert ended == ["hangs"]
+
+
+def test_an_idle_driver_is_heard_and_an_ingress_that_stood_still_blames_nobody(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(feed_module, "_BEAT_S", 0.02)
+    ended: list[str] = []
+
+    async def work() -> None:
+        ingress = Feed(HOST, ended.append)
+        reader = await ingress.reader()
+        assert reader is not None
+        wire = await Link(reader, "driver").wire()
+        assert wire is not None
+        for _ in range(3):
+            await asyncio.sleep(0.2)
+            time.sleep(0.5)  # more than 15 beats
+        assert wire.is_open
+
+    run(work)
+    assert ended == []
 
 
 @pytest.mark.parametrize("whole", [False, True])
