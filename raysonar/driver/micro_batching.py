@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +9,7 @@ from numpy.typing import NDArray
 from raysonar.config import MicroBatching
 from raysonar.model.batch import half_tokens
 from raysonar.moe.cost_model import CostModel
+from raysonar.observe.steps import Reason
 from raysonar.step import StepPlan
 
 _TRIALS = ((1.1, 16), (1.3, 64))
@@ -19,26 +19,6 @@ _SPEED_WEIGHT = 0.1
 _CHANGE_WEIGHT = 0.2
 _CLIP = 1.25
 """One step's news counts at most as if it had taken so many times longer or shorter than expected: most are hiccups."""
-
-
-class Reason(StrEnum):
-    """Why a step is split, or is not."""
-
-    CONFIGURED = "configured"
-    NOT_PROFILED = "not profiled"
-    """There is no cost model: tokens do not travel to their experts, or it was not asked for."""
-    GAIN = "gain"
-    """Two halves should take less time."""
-    ONE_ROW = "one row"
-    """The rows cannot be cut into two halves."""
-    COMMUNICATION_TOO_SHORT = "communication too short"
-    """It takes less time than reading the weights a second time."""
-    COMPUTE_TOO_SHORT = "compute too short"
-    """It takes less time than a latency."""
-    NO_GAIN = "no gain"
-    """Communication could hide, but layers without experts, the fill, or what steps have measured outweigh it."""
-    TRIAL = "trial"
-    """To see what the alternative takes, which should be about as good."""
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,30 @@
 
 from collections import Counter, deque
 from dataclasses import dataclass
+from enum import StrEnum
 
 KEPT_STEPS = 1024
 """Whose records an engine has."""
+
+
+class Reason(StrEnum):
+    """Why a step is split, or is not."""
+
+    CONFIGURED = "configured"
+    NOT_PROFILED = "not profiled"
+    """There is no cost model: tokens do not travel to their experts, or it was not asked for."""
+    GAIN = "gain"
+    """Two halves should take less time."""
+    ONE_ROW = "one row"
+    """The rows cannot be cut into two halves."""
+    COMMUNICATION_TOO_SHORT = "communication too short"
+    """It takes less time than reading the weights a second time."""
+    COMPUTE_TOO_SHORT = "compute too short"
+    """It takes less time than a latency."""
+    NO_GAIN = "no gain"
+    """Communication could hide, but layers without experts, the fill, or what steps have measured outweigh it."""
+    TRIAL = "trial"
+    """To see what the alternative takes, which should be about as good."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +41,7 @@ class StepRecord:
     accepted: int
     halves: int
     """2 when it ran as two micro-batches, else 1."""
-    reason: str
-    """Why it was split, or was not; see raysonar.driver.micro_batching.Reason."""
+    reason: Reason
     predicted_seconds: float | None
     """What the cost model, corrected by steps before, expected of `verify_seconds` and `draft_seconds` together; None
     when there is none."""

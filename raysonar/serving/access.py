@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from ray.exceptions import TaskCancelledError
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -151,6 +152,8 @@ class _Limited:
                 message = await self._receive()
         except TimeoutError:
             raise too_slow(BODY_PAUSE_S) from None
+        except TaskCancelledError:  # Serve's proxy has lost its client
+            return {"type": "http.disconnect"}
         self._whole = not message.get("more_body", False)
         return message
 

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pydantic import ValidationError
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, RayServeException
+from starlette.requests import ClientDisconnect
 
 from raysonar.errors import EngineFailedError, InvalidRequestError, QueueFullError, TraceInProgressError
 
@@ -77,6 +78,8 @@ def problem_of(error: BaseException) -> Problem:
     """The answer to any error that ends a request."""
     if isinstance(error, ProblemError):
         return error.problem
+    if isinstance(error, ClientDisconnect):
+        return Problem(400, "The client has left before its request was complete", code="client_disconnected")
     if isinstance(error, QueueFullError):
         return unavailable(str(error), "overloaded").problem
     if isinstance(error, TraceInProgressError):

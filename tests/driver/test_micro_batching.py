@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raysonar.config import MicroBatching
-from raysonar.driver.micro_batching import Decision, MicroBatcher, Reason
+from raysonar.driver.micro_batching import Decision, MicroBatcher
 from raysonar.moe.cost_model import CostModel, Curve, LayerCost, PassCost, StepCost
+from raysonar.observe.steps import Reason
 from raysonar.step import StepPlan
 
 SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]

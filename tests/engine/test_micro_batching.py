@@ -8,8 +8,8 @@ import pytest
 
 from raysonar import Engine, SamplingParams
 from raysonar.demo import TARGET
-from raysonar.driver.micro_batching import Reason
 from raysonar.errors import ConfigurationError
+from raysonar.observe.steps import Reason
 
 PROMPTS = [list(range(5 + row, 25 + row)) for row in range(6)]
 

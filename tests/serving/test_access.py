@@ -11,6 +11,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from ray.exceptions import TaskCancelledError
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive
 from support.service import MODEL, Deploy, Service
 
@@ -20,7 +22,7 @@ from raysonar.errors import ConfigurationError
 from raysonar.serving import access
 from raysonar.serving.access import ApiKeys
 from raysonar.serving.app import build_app
-from raysonar.serving.problems import ProblemError
+from raysonar.serving.problems import ProblemError, problem_of
 
 COMPLETIONS = "/v1/completions"
 KEY, OTHER, LATER = "sk-first-key", "sk-second-key", "sk-third-key"
@@ -179,6 +181,24 @@ def test_a_body_that_does_not_come_is_408(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ProblemError) as caught:
         asyncio.run(read(nothing))
     assert caught.value.problem.status == 408
+
+
+@pytest.mark.parametrize("end", [{"type": "http.disconnect"}, TaskCancelledError()], ids=["told", "cancelled"])
+def test_a_client_that_leaves_within_its_body_is_no_fault_of_the_servers(end: Message | Exception):
+    """Serve tells of it in either way."""
+
+    async def leaves() -> Message:
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+    async def read() -> None:
+        await Request({"type": "http", "method": "POST", "headers": []}, access._Limited(leaves, 100)).body()
+
+    with pytest.raises(ClientDisconnect) as left:
+        asyncio.run(read())
+    problem = problem_of(left.value)
+    assert (problem.status, problem.code) == (400, "client_disconnected")
 
 
 def test_a_disconnect_is_waited_for_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch):

@@ -2,6 +2,8 @@
 
 import asyncio
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray import cloudpickle
 
 from raysonar import Engine, SamplingParams
 from raysonar.config import EngineConfig
@@ -89,6 +92,14 @@ def test_a_reader_that_goes_away_frees_slots_and_pages_at_once(driver: Driver, p
     asyncio.run(asyncio.wait_for(leave(), 60))
     assert driver.stats().generated_tokens - before < 400 * len(prompts)
     assert_idle(driver)
+
+
+def test_what_the_ingress_is_told_of_the_engine_needs_no_torch_there(driver: Driver):
+    """It would take a second, and 180 MB."""
+    asyncio.run(collect(driver.stream(Generation("r", ["hi"], SHORT))))
+    told = cloudpickle.dumps((driver.report(), driver.stats(), driver.steps(5), driver.profile(), driver.vocabulary()))
+    code = "import pickle, sys; pickle.load(sys.stdin.buffer); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], input=told, check=True, timeout=60)
 
 
 def test_what_comes_for_a_reader_that_is_gone_is_not_begun(driver: Driver):
