@@ -189,14 +189,16 @@ class EndpointAnswers:
         return answered(row, request.custom_id, status, body)
 
     async def _post(self, path: str, data: bytes) -> tuple[int, dict[str, Any], float | None]:
-        """Status, body, and for how many seconds to wait if the server says so. A lost connection is a 502."""
+        """Status, body, and for how many seconds to wait if the server says so. A lost connection is a 502; so is a
+        route that was there at the start, and is not: the service is being replaced."""
         assert self._session is not None
         headers = {"Content-Type": "application/json"}
         try:
             async with self._session.post(self._url + path, data=data, headers=headers) as response:
                 text = await response.text()
                 wait = response.headers.get("Retry-After", "")
-                return response.status, _object(text, response.status), float(wait) if wait.isdigit() else None
+                status, body = _understood(response.status, text)
+                return status, body, float(wait) if wait.isdigit() else None
         except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError) as error:
             return 502, {"error": {"code": "no_answer", "message": f"{type(error).__name__}: {error}"}}, None
 
@@ -206,11 +208,12 @@ class EndpointAnswers:
             await self._session.close()
 
 
-def _object(text: str, status: int) -> dict[str, Any]:
+def _understood(status: int, text: str) -> tuple[int, dict[str, Any]]:
     try:
         value = json.loads(text)
     except ValueError:
         value = None
     if isinstance(value, dict):
-        return value
-    return {"error": {"message": f"the server answered {status} without a JSON object: {text[:200]}"}}
+        return status, value
+    error = {"message": f"the server answered {status} without a JSON object: {text[:200]}"}
+    return 502 if status == 404 else status, {"error": error}

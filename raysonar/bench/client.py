@@ -55,6 +55,7 @@ class Client:
         await self._session.close()
 
     async def _first_model(self) -> str:
+        text = ""
         try:
             async with self._session.get(f"{self._url}/v1/models") as response:
                 text = await response.text()

@@ -191,5 +191,12 @@ def read_text(file: str | Path, what: str) -> str:
 
 
 def key_of(file: Path | None) -> str | None:
-    """The API key in a file, if there is one. Raises ConfigurationError."""
-    return None if file is None else read_text(file, "the API key").strip()
+    """The first API key in a file, if there is a file; as in `serve`'s, it may have comments. Raises
+    ConfigurationError."""
+    if file is None:
+        return None
+    lines = [line.strip() for line in read_text(file, "the API key").splitlines()]
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ConfigurationError(f"{file} has no API key; write one in a line")
+    return keys[0]

@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 from support.flaky_endpoint import echo, endpoint
 
+from raysonar.batch import answers
 from raysonar.batch.answers import EndpointAnswers, Patience
 from raysonar.batch.outcome import Outcome
 from raysonar.batch.progress import Progress
@@ -67,7 +68,7 @@ def test_an_endpoint_that_is_busy_or_hangs_up_is_asked_again(tmp_path: Path, cap
 
 def test_rows_that_the_endpoint_refuses_are_error_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "in.txt").write_text("\n".join(PROMPTS[:4]))
-    (tmp_path / "key").write_text("secret\n")
+    (tmp_path / "key").write_text("# of June\n\nsecret\nanother\n")
 
     async def handler(body: dict[str, Any]) -> web.StreamResponse:
         assert body["headers"]["Authorization"] == "Bearer secret"
@@ -86,6 +87,28 @@ def test_rows_that_the_endpoint_refuses_are_error_rows(tmp_path: Path, capsys: p
     assert rows[1]["error"] == {"code": "bad", "message": "no"}
     assert rows[2]["error"] == {"code": "500", "message": "the server answered 500 without a JSON object: oops"}
     assert "4 rows, 2 of them errors]" in capsys.readouterr().err
+
+
+def test_a_service_that_is_being_replaced_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Serve's proxy has no route meanwhile, and says so in words; a model that is not there is the row's fault."""
+    monkeypatch.setattr(answers, "_FIRST_PAUSE_S", 0.001)
+    (tmp_path / "in.txt").write_text("\n".join(PROMPTS[:4]))
+    asked = Counter[str]()
+
+    async def handler(body: dict[str, Any]) -> web.StreamResponse:
+        prompt = body["messages"][0]["content"]
+        asked[prompt] += 1
+        if prompt == "prompt 1":
+            return web.json_response({"error": {"message": "no such model", "code": "model_not_found"}}, status=404)
+        if asked[prompt] < 3:
+            return web.Response(text="Path '/v1/chat/completions' not found.", status=404)
+        return echo(body)
+
+    with endpoint(handler) as url:
+        assert batch(tmp_path, url, "--ordered") == 0
+    rows = read(tmp_path / "out.jsonl")
+    assert [row["response"]["status_code"] for row in rows] == [200, 404, 200, 200]
+    assert asked["prompt 0"] == 3
 
 
 def test_an_endpoint_that_lets_nobody_in_ends_the_job_and_loses_nothing(
