@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from raysonar.serving.generation import Batch, Reader
-from raysonar.serving.problems import unavailable
+from raysonar.serving.problems import ProblemError, unavailable
 
 _SECRET_BYTES = 16
 _LENGTH_BYTES = 8
@@ -31,7 +31,6 @@ is; so long an ingress may stand still before its driver gives it up."""
 _BEAT_S = 2.0
 """So often a driver is heard, whether it has anything to say or not."""
 _SILENT_BEATS = 15
-_LOST = unavailable("The connection between ingress and driver is lost", "engine_unavailable")
 
 logger = logging.getLogger("ray.serve")
 
@@ -39,6 +38,11 @@ Parcel = tuple[str, Batch | None]
 """A generation's id and its next batch; None behind the last one."""
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(list[Parcel])
+
+
+def _lost() -> ProblemError:
+    """Of its own for each stream: an error keeps the frames that it has passed."""
+    return unavailable("The connection between ingress and driver is lost", "engine_unavailable")
 
 
 def _framed(message: bytes) -> bytes:
@@ -165,7 +169,7 @@ class FedStream:
     def lose(self, source: _Source) -> None:
         """The connection has ended."""
         if self._source is source:
-            self._queue.put_nowait(_LOST)
+            self._queue.put_nowait(_lost())
 
     def __aiter__(self) -> AsyncIterator[Batch]:
         return self
@@ -189,7 +193,7 @@ class FedStream:
             self._queue.put_nowait(error)
             return
         except asyncio.CancelledError:
-            self._queue.put_nowait(_LOST)  # it was Serve, if anybody still reads
+            self._queue.put_nowait(_lost())  # it was Serve, if anybody still reads
             raise
         if came:
             self._queue.put_nowait(None)
@@ -198,7 +202,7 @@ class FedStream:
             async with asyncio.timeout(_LATE_S):
                 await self._ended.wait()
         except TimeoutError:
-            self._queue.put_nowait(_LOST)
+            self._queue.put_nowait(_lost())
 
     def cancel(self) -> None:
         """Stop the generation, if it has not come to its end."""

@@ -343,10 +343,13 @@ def test_a_connection_that_breaks_ends_all_its_streams_at_once():
         for stream in (*broken, complete, well):
             assert [await anext(stream), await anext(stream)][0] == []
         wire._writer.transport.abort()
+        errors = []
         for stream in broken:
             with pytest.raises(ProblemError) as error:
                 await collected(stream)
             assert lost(error)
+            errors.append(error.value)
+        assert errors[0] is not errors[1]  # an error keeps the frames that it has passed
         assert await collected(complete) == []
         assert await anext(well) == batch(2)
         for stream in (*broken, well):
