@@ -3,7 +3,7 @@
 import argparse
 import asyncio
 import statistics
-from itertools import repeat
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def measure(engine: Engine, url: str, concurrency: int, options: argparse.Namesp
     prompts = random_samples(words, tokens, seed=concurrency)
 
     def draw() -> list[Sample]:
-        return [next(prompts) for _ in repeat(None, concurrency)]
+        return list(islice(prompts, concurrency))
 
     def alone() -> float:
         samples = draw()

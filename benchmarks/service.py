@@ -15,15 +15,21 @@ _START_S = 300.0
 _STOP_S = 120.0
 
 
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 @contextmanager
 def serving(*options: object) -> Iterator[str]:
     """The URL of a service with these options, which is up; it is ended with the context.
 
     Raises RuntimeError when it does not start, or does not end in time.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [RAYSONAR, "serve", *options, "--port", str(port)]
     process = subprocess.Popen(list(map(str, command)), stdout=sys.stderr)
     try:

@@ -38,7 +38,7 @@ class Run:
 
     def __init__(self, url: str, options: argparse.Namespace) -> None:
         self._url, self._options = url, options
-        self._deadline = time.monotonic() + 60 * options.minutes
+        self._deadline: float = time.monotonic() + 60 * options.minutes
         self.samples: Samples = []
         self.done: Counter[str] = Counter()
         self.rows = 0
@@ -46,15 +46,14 @@ class Run:
 
     def over(self) -> bool:
         """Whether its time is up."""
-        return bool(time.monotonic() > self._deadline)
+        return time.monotonic() > self._deadline
 
     async def go(self) -> None:
         """Raises RuntimeError for the first answer that is not as it should be."""
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=self._url, limits=limits) as client, asyncio.TaskGroup() as tasks:
             for seed in range(self._options.clients):
-                traffic = Traffic(client, seed)
-                traffic.done = self.done
+                traffic = Traffic(client, seed, self.done)
                 tasks.create_task(traffic.go_on(self.over, self._options.pause))
             tasks.create_task(self._batches())
             tasks.create_task(self._sample())
@@ -168,7 +167,7 @@ def main() -> int:
 async def _warm(url: str) -> None:
     """One request of every kind, so that what is made once is made."""
     async with httpx.AsyncClient(base_url=url) as client:
-        for _, ask in Traffic(client, 0).kinds.values():
+        for _, ask in Traffic(client, 0, Counter()).kinds.values():
             await ask()
 
 

@@ -33,11 +33,11 @@ class Traffic:
     """A client of the chat endpoint: `kinds` are requests; each raises RuntimeError when its answer is not as it should
     be."""
 
-    def __init__(self, client: httpx.AsyncClient, seed: int) -> None:
+    def __init__(self, client: httpx.AsyncClient, seed: int, done: Counter[str]) -> None:
+        """done: counts requests by kind."""
         self._client = client
         self._draw = random.Random(seed)
-        self.done: Counter[str] = Counter()
-        """Requests, by kind."""
+        self._done = done
         self.kinds: dict[str, tuple[int, Callable[[], Awaitable[None]]]] = {
             "stream": (6, self._stream),
             "whole": (5, self._whole),
@@ -59,7 +59,7 @@ class Traffic:
                 await self.kinds[name][1]()
             except (httpx.HTTPError, ValueError, KeyError) as error:
                 raise RuntimeError(f"{name}: {type(error).__name__}: {error}") from error
-            self.done[name] += 1
+            self._done[name] += 1
             if pause_s:
                 await asyncio.sleep(self._draw.expovariate(1 / pause_s))
 

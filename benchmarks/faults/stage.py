@@ -2,7 +2,6 @@
 
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable
 from typing import Any, Self
@@ -10,6 +9,7 @@ from typing import Any, Self
 import ray
 from ray import serve
 from ray.cluster_utils import Cluster
+from service import free_port
 
 from faults.victims import kill_with_children, parent, pids_of
 from raysonar.observe.counters import EngineStats
@@ -52,9 +52,7 @@ class Stage:
 
     def _deploy(self) -> None:
         ray.init(address=self._cluster.address, log_to_driver=False, logging_level=logging.ERROR)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
         target = serve.RunTarget(build_app({"engine": self._engine}), name=APPLICATION, route_prefix="/")

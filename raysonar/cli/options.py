@@ -195,8 +195,9 @@ def key_of(file: Path | None) -> str | None:
     ConfigurationError."""
     if file is None:
         return None
-    lines = [line.strip() for line in read_text(file, "the API key").splitlines()]
-    keys = [line for line in lines if line and not line.startswith("#")]
+    from raysonar.serving.access import keys_in
+
+    keys = keys_in(read_text(file, "the API key"))
     if not keys:
         raise ConfigurationError(f"{file} has no API key; write one in a line")
     return keys[0]

@@ -30,7 +30,7 @@ logger = logging.getLogger("ray.serve")
 
 
 class ApiKeys:
-    """The keys in a file, one a line; empty lines and those that start with `#` are none.
+    """The keys in a file, as `keys_in` finds them.
 
     The file is read again when it has changed. While it cannot be read, the keys that were read last are good; of a
     file without keys, none is.
@@ -79,10 +79,15 @@ class ApiKeys:
         return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
+def keys_in(text: str) -> list[str]:
+    """The keys in a file's text, one a line; empty lines and those that start with `#` are none."""
+    lines = (line.strip() for line in text.splitlines())
+    return [line for line in lines if line and not line.startswith("#")]
+
+
 def _digests(file: Path) -> list[bytes]:
     """Keys are compared by their digests, so that their lengths and beginnings do not show in the time it takes."""
-    lines = (line.strip() for line in file.read_text(encoding="utf-8").splitlines())
-    return [hashlib.sha256(line.encode()).digest() for line in lines if line and not line.startswith("#")]
+    return [hashlib.sha256(key.encode()).digest() for key in keys_in(file.read_text(encoding="utf-8"))]
 
 
 class Access:

@@ -7,9 +7,10 @@ import httpx
 import openai
 import pytest
 from ray import cloudpickle, serve
+from service import free_port
 from support import fake_rank, scripted
 from support.checkpoints import make_deepseek_v3
-from support.service import APPLICATION, MAX_ONGOING, MAX_WAITING, MODEL, SLOTS, Deploy, Service, free_port
+from support.service import APPLICATION, MAX_ONGOING, MAX_WAITING, MODEL, SLOTS, Deploy, Service
 
 from raysonar import Engine
 from raysonar.demo import TARGET

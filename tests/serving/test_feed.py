@@ -93,14 +93,19 @@ class Served:
         self.cancelled = True
 
 
-async def linked() -> tuple[Feed, Reader, Wire]:
+async def wired(reader: Reader, name: str = "driver") -> Wire:
+    """Another driver's end."""
+    wire = await Link(reader, name).wire()
+    assert wire is not None
+    return wire
+
+
+async def linked(end: Callable[[str], None] = print) -> tuple[Feed, Reader, Wire]:
     """An ingress's end, and a driver's."""
-    ingress = Feed(HOST, print)
+    ingress = Feed(HOST, end)
     reader = await ingress.reader()
     assert reader is not None
-    wire = await Link(reader, "driver").wire()
-    assert wire is not None
-    return ingress, reader, wire
+    return ingress, reader, await wired(reader)
 
 
 async def sent(wire: Wire, name: str, batches: AsyncGenerator[Batch]) -> AsyncGenerator[Batch]:
@@ -335,8 +340,7 @@ def test_a_connection_that_breaks_ends_all_its_streams_at_once():
 
     async def work() -> None:
         ingress, reader, wire = await linked()
-        other = await Link(reader, "driver").wire()
-        assert other is not None
+        other = await wired(reader)
         broken = [ingress.opened(name, Served(sent(wire, name, endless(batch(1))))) for name in ("a", "b")]
         complete = ingress.opened("c", Served(sent(wire, "c", each(batch(1)))))
         well = ingress.opened("d", Served(sent(other, "d", endless(batch(2)))))
@@ -363,12 +367,8 @@ def test_a_driver_that_hangs_is_ended_by_its_name_and_its_streams_are_lost(monke
     ended: list[str] = []
 
     async def work() -> None:
-        ingress = Feed(HOST, ended.append)
-        reader = await ingress.reader()
-        assert reader is not None
-        hangs, well = [await Link(reader, name).wire() for name in ("hangs", "well")]
-        assert hangs is not None
-        assert well is not None
+        ingress, reader, well = await linked(ended.append)
+        hangs = await wired(reader, "hangs")
         streams = [
             ingress.opened(name, Served(sent(wire, name, endless(batch(1)))))
             for name, wire in (("a", hangs), ("b", well))
@@ -392,11 +392,7 @@ def test_an_idle_driver_is_heard_and_an_ingress_that_stood_still_blames_nobody(m
     ended: list[str] = []
 
     async def work() -> None:
-        ingress = Feed(HOST, ended.append)
-        reader = await ingress.reader()
-        assert reader is not None
-        wire = await Link(reader, "driver").wire()
-        assert wire is not None
+        _, _, wire = await linked(ended.append)
         for _ in range(3):
             await asyncio.sleep(0.2)
             time.sleep(0.5)  # more than 15 beats

@@ -16,7 +16,8 @@ import pytest
 import ray
 import yaml
 from faults.victims import assert_gone, descendants, pids_of
-from support.service import MODEL, free_port
+from service import free_port
+from support.service import MODEL
 
 from raysonar import demo
 from raysonar.cli import main

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ray.job_submission import JobStatus, JobSubmissionClient
-from support.service import free_port
+from service import free_port
 
 DEADLINE_S = 180.0
 

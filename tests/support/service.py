@@ -1,6 +1,5 @@
 """A service that runs for the tests, and how to look into it."""
 
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,13 +14,6 @@ MODEL = "tiny"
 SLOTS = 4
 MAX_WAITING = 64
 MAX_ONGOING = 16
-
-
-def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @dataclass(frozen=True)
